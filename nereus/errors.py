@@ -1,0 +1,84 @@
+"""Every error a user can cause or meet.
+
+    NereusError                     exit 1
+    ├── InputError                  exit 2: what was asked cannot be done; nothing was started
+    │   ├── ConfigError             a recipe key: unknown, out of range, contradictory
+    │   ├── PlanError               a plan or layout that the model or the cluster does not admit
+    │   ├── ModelError              a model folder: missing, truncated or unsupported
+    │   ├── DataError               a data file, tokenizer or reward function
+    │   └── ClusterError            devices or nodes that are needed and not there
+    ├── NoFeasiblePlan              the planner found nothing; names the binding limit
+    ├── WorkerError                 a worker raised, was late or died; carries device and task
+    ├── UpdateAborted               an optimizer update was voted down; nothing was applied
+    └── TransitionAborted           a transition was rolled back; carries the operation
+
+A refusal inside the decision code is a value with a reason, not an exception.
+"""
+
+
+class NereusError(Exception):
+    """Base of all errors a user can cause or meet."""
+
+
+class InputError(NereusError):
+    """What was asked cannot be done; the message names the key or file and what would be accepted."""
+
+
+class ConfigError(InputError):
+    """A recipe key is unknown, out of range or contradicts another."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(f"{key}: {problem}")
+        self.key = key
+
+
+class PlanError(InputError):
+    """A plan or layout that the model or the cluster does not admit."""
+
+
+class ModelError(InputError):
+    """A model folder that is missing, truncated or of an unsupported kind."""
+
+
+class DataError(InputError):
+    """A data file, tokenizer or reward function that cannot be used."""
+
+
+class ClusterError(InputError):
+    """Devices or nodes that are needed and not there."""
+
+
+class NoFeasiblePlan(NereusError):
+    """No plan fits; the message names the binding limit and what would be valid."""
+
+
+class WorkerError(NereusError):
+    """A worker raised, was late or died.
+
+    `device` is its device id, `task` what it was asked to do.
+    """
+
+    def __init__(self, device: int, task: str, problem: str) -> None:
+        super().__init__(f"worker {device}, {task}: {problem}")
+        self.device = device
+        self.task = task
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[type["WorkerError"], tuple[int, str, str]]:
+        return WorkerError, (self.device, self.task, self.problem)
+
+
+class UpdateAborted(NereusError):
+    """An optimizer update was voted down; parameters and moments are those before it."""
+
+
+class TransitionAborted(NereusError):
+    """A transition was rolled back; `operation` names the operation that failed."""
+
+    def __init__(self, operation: str, problem: str) -> None:
+        super().__init__(f"{operation}: {problem}")
+        self.operation = operation
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[type["TransitionAborted"], tuple[str, str]]:
+        return TransitionAborted, (self.operation, self.problem)

@@ -1,0 +1,288 @@
+"""Layouts, model-stages and plans: who computes what, on which devices. Values only.
+
+A plan is written the same way everywhere: `actor-training: d2t2p1@0-3` in YAML,
+`actor-training=d2t2p1@0-3` on a command line, `stages` in JSON. Devices are listed unit after unit,
+then pipeline stage after pipeline stage, tensor-parallel rank fastest.
+"""
+
+import dataclasses
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nereus.errors import PlanError
+
+
+class Role(enum.StrEnum):
+    """A model of the job."""
+
+    ACTOR = "actor"
+    CRITIC = "critic"
+    REFERENCE = "reference"
+    REWARD = "reward"
+
+
+class Stage(enum.StrEnum):
+    """A stage of one RL step, in the order they run."""
+
+    GENERATION = "generation"
+    INFERENCE = "inference"
+    TRAINING = "training"
+
+
+@dataclasses.dataclass(frozen=True, order=True, slots=True)
+class ModelStage:
+    """One model in one stage, such as actor-generation."""
+
+    role: Role
+    stage: Stage
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.stage}"
+
+    def __str__(self) -> str:
+        return self.name
+
+    @classmethod
+    def parse(cls, name: str) -> "ModelStage":
+        """The model-stage called `name`; raises PlanError listing the valid names."""
+        for model_stage in MODEL_STAGES:
+            if model_stage.name == name:
+                return model_stage
+        raise PlanError(f"no model-stage {name!r}; valid: {', '.join(m.name for m in MODEL_STAGES)}")
+
+
+ACTOR_GENERATION = ModelStage(Role.ACTOR, Stage.GENERATION)
+ACTOR_TRAINING = ModelStage(Role.ACTOR, Stage.TRAINING)
+CRITIC_INFERENCE = ModelStage(Role.CRITIC, Stage.INFERENCE)
+CRITIC_TRAINING = ModelStage(Role.CRITIC, Stage.TRAINING)
+REFERENCE_INFERENCE = ModelStage(Role.REFERENCE, Stage.INFERENCE)
+REWARD_INFERENCE = ModelStage(Role.REWARD, Stage.INFERENCE)
+MODEL_STAGES = (
+    ACTOR_GENERATION,
+    REFERENCE_INFERENCE,
+    REWARD_INFERENCE,
+    CRITIC_INFERENCE,
+    CRITIC_TRAINING,
+    ACTOR_TRAINING,
+)
+
+
+@dataclasses.dataclass(frozen=True, order=True, slots=True)
+class Layout:
+    """Tensor x pipeline parallelism of one unit. Rank = pp_rank * tp + tp_rank."""
+
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tp < 1 or self.pp < 1:
+            raise PlanError(f"layout t{self.tp}p{self.pp}: both must be at least 1")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+    def tp_rank(self, rank: int) -> int:
+        return rank % self.tp
+
+    def pp_rank(self, rank: int) -> int:
+        return rank // self.tp
+
+    def rank(self, *, tp_rank: int, pp_rank: int) -> int:
+        return pp_rank * self.tp + tp_rank
+
+    def __str__(self) -> str:
+        return f"t{self.tp}p{self.pp}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Layout of a model-stage and the devices of each of its units, rank by rank."""
+
+    layout: Layout
+    units: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.units:
+            raise PlanError("a model-stage needs at least one unit")
+        for unit in self.units:
+            if len(unit) != self.layout.num_ranks:
+                raise PlanError(f"a unit of {self.layout} needs {self.layout.num_ranks} devices, got {list(unit)}")
+        if len(set(self.devices)) != len(self.devices):
+            raise PlanError(f"devices {list(self.devices)} of one model-stage repeat a device")
+
+    @property
+    def dp(self) -> int:
+        return len(self.units)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """All devices, unit after unit, rank after rank."""
+        return tuple(device for unit in self.units for device in unit)
+
+    def position(self, device: int) -> tuple[int, int] | None:
+        """(unit index, rank in unit) of a device, or None where it holds no part."""
+        for index, unit in enumerate(self.units):
+            if device in unit:
+                return index, unit.index(device)
+        return None
+
+    @property
+    def shape(self) -> str:
+        return f"d{self.dp}{self.layout}"
+
+    def __str__(self) -> str:
+        return f"{self.shape}@{format_devices(self.devices)}"
+
+    @classmethod
+    def of(cls, layout: Layout, devices: Iterable[int]) -> "StagePlan":
+        """Cut a flat device list into units of the layout."""
+        flat, size = tuple(devices), layout.num_ranks
+        if not flat or len(flat) % size:
+            raise PlanError(f"{len(flat)} devices do not divide into units of {layout} ({size} devices each)")
+        return cls(layout, tuple(flat[i : i + size] for i in range(0, len(flat), size)))
+
+
+_SHAPE = re.compile(r"^(?:[a-z_]+:)?((?:[dtp]\d+)+)$")
+
+
+def parse_shape(text: str) -> tuple[int, Layout]:
+    """(dp, layout) of `d2t2p1`, letters in any order, absent ones 1; an engine prefix (`megatron:`) is allowed."""
+    match = _SHAPE.match(text.strip())
+    counts: dict[str, int] = {}
+    for letter, number in re.findall(r"([dtp])(\d+)", match[1]) if match else []:
+        if letter in counts:
+            raise PlanError(f"{text!r} names {letter} twice")
+        counts[letter] = int(number)
+    if not counts or min(counts.values()) < 1:
+        raise PlanError(f"{text!r} is not a plan; write d2t2p1 (dp, tp, pp) with optional devices, d2t2p1@0-3")
+    return counts.get("d", 1), Layout(tp=counts.get("t", 1), pp=counts.get("p", 1))
+
+
+def parse_devices(text: str) -> tuple[int, ...]:
+    """Device ids of `0-3,6`."""
+    devices: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if not match:
+            raise PlanError(f"devices {text!r}: write ids and ranges such as 0-3,6")
+        first = int(match[1])
+        last = int(match[2]) if match[2] else first
+        if last < first:
+            raise PlanError(f"devices {text!r}: {part.strip()} runs backwards")
+        devices.extend(range(first, last + 1))
+    return tuple(devices)
+
+
+def format_devices(devices: Iterable[int]) -> str:
+    """`0-3,6` of device ids; order is kept."""
+    parts: list[str] = []
+    run: list[int] = []
+    for device in [*devices, None]:
+        if run and device == run[-1] + 1:
+            run.append(device)
+            continue
+        if run:
+            parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+        run = [] if device is None else [device]
+    return ",".join(parts)
+
+
+def parse_stage_plan(text: str, *, default_devices: Iterable[int] | None = None) -> StagePlan:
+    """A StagePlan of `d2t2p1@0-3`; without `@` the first of `default_devices` are taken."""
+    shape, _, devices_text = text.partition("@")
+    dp, layout = parse_shape(shape)
+    needed = dp * layout.num_ranks
+    if devices_text:
+        devices = parse_devices(devices_text)
+        if len(devices) != needed:
+            raise PlanError(f"{text!r} needs {needed} devices and names {len(devices)}")
+    else:
+        available = tuple(default_devices or range(needed))
+        if len(available) < needed:
+            raise PlanError(f"{text!r} needs {needed} devices; {len(available)} are available")
+        devices = available[:needed]
+    return StagePlan.of(layout, devices)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """For each model-stage its layout, units and devices; ordered by `MODEL_STAGES`."""
+
+    stages: tuple[tuple[ModelStage, StagePlan], ...]
+
+    @classmethod
+    def of(cls, stages: Mapping[ModelStage, StagePlan]) -> "Plan":
+        return cls(tuple((m, stages[m]) for m in MODEL_STAGES if m in stages))
+
+    @classmethod
+    def parse(
+        cls, stages: Mapping[str, str], *, base: "Plan | None" = None, devices: Iterable[int] | None = None
+    ) -> "Plan":
+        """A plan of `{"actor-training": "d2t2p1@0-3"}`; model-stages not named keep those of `base`."""
+        merged = dict(base.stages) if base else {}
+        for name, text in stages.items():
+            merged[ModelStage.parse(name)] = parse_stage_plan(text, default_devices=devices)
+        return cls.of(merged)
+
+    def __getitem__(self, model_stage: ModelStage) -> StagePlan:
+        for key, stage_plan in self.stages:
+            if key == model_stage:
+                return stage_plan
+        raise KeyError(model_stage.name)
+
+    def __contains__(self, model_stage: ModelStage) -> bool:
+        return any(key == model_stage for key, _ in self.stages)
+
+    def get(self, model_stage: ModelStage) -> StagePlan | None:
+        return self[model_stage] if model_stage in self else None
+
+    @property
+    def model_stages(self) -> tuple[ModelStage, ...]:
+        return tuple(key for key, _ in self.stages)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Every device some model-stage uses, ascending."""
+        return tuple(sorted({d for _, stage_plan in self.stages for d in stage_plan.devices}))
+
+    def shares_weights(self, model_stage: ModelStage) -> ModelStage | None:
+        """The training model-stage whose parameters `model_stage` uses in place (same layout and devices), if any."""
+        training = ModelStage(model_stage.role, Stage.TRAINING)
+        if model_stage == training or training not in self or model_stage not in self:
+            return None
+        return training if self[training] == self[model_stage] else None
+
+    def holder(self, model_stage: ModelStage) -> ModelStage:
+        """The model-stage whose units hold the parameters that `model_stage` computes with."""
+        return self.shares_weights(model_stage) or model_stage
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={stage_plan}" for key, stage_plan in self.stages)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The `stages` form of the contracts."""
+        return [
+            {
+                "model_stage": key.name,
+                "dp": stage_plan.dp,
+                "tp": stage_plan.layout.tp,
+                "pp": stage_plan.layout.pp,
+                "devices": [list(unit) for unit in stage_plan.units],
+            }
+            for key, stage_plan in self.stages
+        ]
+
+    @classmethod
+    def from_json(cls, stages: Iterable[Mapping[str, Any]]) -> "Plan":
+        return cls.of(
+            {
+                ModelStage.parse(row["model_stage"]): StagePlan(
+                    Layout(tp=row["tp"], pp=row["pp"]), tuple(tuple(unit) for unit in row["devices"])
+                )
+                for row in stages
+            }
+        )

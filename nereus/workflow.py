@@ -1,0 +1,109 @@
+"""The algorithm's graph of model-stage tasks for one RL step. One definition, four readers.
+
+The planner prices it, the runtime runs it, the simulator plays it, the report draws it.
+"""
+
+import dataclasses
+import enum
+
+from nereus.errors import PlanError
+from nereus.plan import (
+    ACTOR_GENERATION,
+    ACTOR_TRAINING,
+    CRITIC_INFERENCE,
+    CRITIC_TRAINING,
+    REFERENCE_INFERENCE,
+    REWARD_INFERENCE,
+    ModelStage,
+    Plan,
+)
+
+
+class Kind(enum.StrEnum):
+    """What a task does with its model-stage."""
+
+    GENERATE = "generate"
+    LOGPROBS = "logprobs"
+    VALUES = "values"
+    SCORES = "scores"
+    UPDATE = "update"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """One task of a step. It starts when every task in `after` has ended."""
+
+    name: str
+    model_stage: ModelStage
+    kind: Kind
+    after: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Workflow:
+    """The tasks of one step in topological order, and the weight synchronizations at its end.
+
+    syncs: (from, to) pairs; a pair whose model-stages share parameters under the plan costs nothing.
+    """
+
+    name: str
+    tasks: tuple[Task, ...]
+    syncs: tuple[tuple[ModelStage, ModelStage], ...]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for task in self.tasks:
+            assert task.name not in seen and seen.issuperset(task.after), f"{task.name} is not in topological order"
+            seen.add(task.name)
+
+    @property
+    def model_stages(self) -> tuple[ModelStage, ...]:
+        return tuple(dict.fromkeys(task.model_stage for task in self.tasks))
+
+    def syncs_under(self, plan: Plan) -> tuple[tuple[ModelStage, ModelStage], ...]:
+        """The synchronizations that move bytes under a plan."""
+        return tuple((a, b) for a, b in self.syncs if plan.shares_weights(b) != a)
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raise PlanError where the plan misses a model-stage or has one too many."""
+        missing = [m.name for m in self.model_stages if m not in plan]
+        extra = [m.name for m in plan.model_stages if m not in self.model_stages]
+        if missing:
+            raise PlanError(f"the plan names no devices for {', '.join(missing)}, which {self.name} needs")
+        if extra:
+            raise PlanError(f"the plan names {', '.join(extra)}, which {self.name} does not use")
+
+
+def rl_workflow(*, name: str, critic: bool, reference: bool, reward_model: bool) -> Workflow:
+    """The step graph of on-policy RL with the roles it uses.
+
+    generate -> {old_logprobs, reference, reward, values} -> {critic_update, actor_update} -> synchronize.
+    """
+    tasks = [
+        Task("generate", ACTOR_GENERATION, Kind.GENERATE),
+        Task("old_logprobs", ACTOR_TRAINING, Kind.LOGPROBS, ("generate",)),
+    ]
+    if reference:
+        tasks.append(Task("reference", REFERENCE_INFERENCE, Kind.LOGPROBS, ("generate",)))
+    if reward_model:
+        tasks.append(Task("reward", REWARD_INFERENCE, Kind.SCORES, ("generate",)))
+    if critic:
+        tasks.append(Task("values", CRITIC_INFERENCE, Kind.VALUES, ("generate",)))
+    ready = tuple(task.name for task in tasks[1:])
+    syncs = [(ACTOR_TRAINING, ACTOR_GENERATION)]
+    if critic:
+        tasks.append(Task("critic_update", CRITIC_TRAINING, Kind.UPDATE, ready))
+        syncs.append((CRITIC_TRAINING, CRITIC_INFERENCE))
+    tasks.append(Task("actor_update", ACTOR_TRAINING, Kind.UPDATE, ready))
+    return Workflow(name, tuple(tasks), tuple(syncs))
+
+
+def workflow_for(algorithm: str, *, reference: bool = True, reward_model: bool = False) -> Workflow:
+    """The workflow of an algorithm by name (`ppo`)."""
+    if algorithm not in CRITIC_OF:
+        raise PlanError(f"no algorithm {algorithm!r}; known: {', '.join(CRITIC_OF)}")
+    return rl_workflow(name=algorithm, critic=CRITIC_OF[algorithm], reference=reference, reward_model=reward_model)
+
+
+CRITIC_OF = {"ppo": True, "grpo": False, "remax": False}
+"""Which algorithms need a critic."""
