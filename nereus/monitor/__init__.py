@@ -1,0 +1,1 @@
+"""Signals, triggers and supply."""

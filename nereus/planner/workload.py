@@ -1,0 +1,59 @@
+"""The workload of one RL step: how many samples, how long their prompts and responses."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lengths:
+    """A response length distribution as equally likely quantiles, ascending, in tokens.
+
+    `values` of n entries stand for n equal shares of the samples; the last is the longest seen or allowed.
+    """
+
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert self.values and all(a <= b for a, b in zip(self.values, self.values[1:], strict=False))
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+    @property
+    def longest(self) -> float:
+        return self.values[-1]
+
+    @classmethod
+    def constant(cls, tokens: float) -> "Lengths":
+        return cls((tokens,))
+
+    def scaled(self, mean: float, *, cap: float) -> "Lengths":
+        """The same shape with another mean, cut at `cap`."""
+        factor = mean / self.mean
+        return Lengths(tuple(min(value * factor, cap) for value in self.values))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Workload:
+    """One step: `batch` prompts, each sampled `n` times; `mini_batches` optimizer updates per epoch, `epochs` epochs."""
+
+    batch: int
+    prompt_tokens: float
+    response: Lengths
+    n: int = 1
+    mini_batches: int = 1
+    epochs: int = 1
+    max_prompt_tokens: int | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return self.batch * self.n
+
+    @property
+    def mean_tokens(self) -> float:
+        """Prompt plus response of the mean sample."""
+        return self.prompt_tokens + self.response.mean
+
+    @property
+    def longest_tokens(self) -> float:
+        return (self.max_prompt_tokens or self.prompt_tokens) + self.response.longest

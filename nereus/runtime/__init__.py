@@ -1,0 +1,1 @@
+"""Processes, groups and transport; the only place, with engines, that touches devices."""

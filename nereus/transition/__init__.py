@@ -1,0 +1,1 @@
+"""How one plan becomes another: diff, primitives, DAG, feasibility (pure), executor."""
