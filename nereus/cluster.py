@@ -55,7 +55,9 @@ class Cluster:
         known = {a.name for a in self.accelerators}
         for device in self.devices:
             if device.accelerator not in known:
-                raise ClusterError(f"device {device.id} has unknown type {device.accelerator!r}; known: {sorted(known)}")
+                raise ClusterError(
+                    f"device {device.id} has unknown type {device.accelerator!r}; known: {sorted(known)}"
+                )
         if len({d.id for d in self.devices}) != len(self.devices):
             raise ClusterError("device ids repeat")
 

@@ -146,7 +146,9 @@ class ModelSpec:
         """The spec of an HF config; raises ModelError naming what is unsupported."""
         architecture = (config.get("architectures") or ["none"])[0]
         if architecture not in SUPPORTED:
-            raise ModelError(f"{source}: architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}")
+            raise ModelError(
+                f"{source}: architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}"
+            )
         family, head = SUPPORTED[architecture]
         for key in ("attention_bias", "mlp_bias"):
             if config.get(key):
@@ -248,7 +250,8 @@ def _layer_params(spec: ModelSpec, layer: int) -> list[Param]:
         rows += [projection(name, size, axis, "bias", (size,)) for name, size, axis in qkv]
     if spec.qk_norm:
         rows += [
-            Param(f"{at}self_attn.{name}.weight", (head_dim,), layer=layer, partial=True) for name in ("q_norm", "k_norm")
+            Param(f"{at}self_attn.{name}.weight", (head_dim,), layer=layer, partial=True)
+            for name in ("q_norm", "k_norm")
         ]
     return rows + [
         Param(f"{at}self_attn.o_proj.weight", (hidden, q_rows), 1, Axis.HEADS, unit=head_dim, layer=layer),
