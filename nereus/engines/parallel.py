@@ -1,4 +1,4 @@
-"""Tensor-parallel pieces with explicit autograd collectives: embedding, logits and log-probabilities over a cut vocabulary.
+"""Tensor-parallel pieces with explicit autograd collectives: embedding and log-probabilities over a cut vocabulary.
 
 A group of size 1 costs nothing: every function then skips its collective. The whole row of logits never exists on
 one rank under tensor parallelism; maxima, sums and picked entries travel instead.
@@ -23,7 +23,7 @@ class _CopyToRanks(Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         grad = grad.contiguous().clone()
         ctx.group.all_reduce(grad)
@@ -40,7 +40,7 @@ class _SumOverRanks(Function):
         return x
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
@@ -51,7 +51,7 @@ def copy_to_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
         return x
     if not x.requires_grad:
         return x
-    result: torch.Tensor = _CopyToRanks.apply(x, group)
+    result: torch.Tensor = _CopyToRanks.apply(x, group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -63,7 +63,7 @@ def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
         x = x.contiguous()
         group.all_reduce(x)
         return x
-    result: torch.Tensor = _SumOverRanks.apply(x, group)
+    result: torch.Tensor = _SumOverRanks.apply(x, group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -114,7 +114,7 @@ class _TokenStatistics(Function):
         return packed[1] - log_total, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(
         ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None]:
@@ -137,5 +137,7 @@ def token_statistics(
 
     Entropies are zeros without `with_entropy`. Differentiable in the logits; each rank gets the gradient of its part.
     """
-    logprobs, entropy = _TokenStatistics.apply(logits, targets, first_row, group, with_entropy)
+    logprobs, entropy = _TokenStatistics.apply(  # type: ignore[no-untyped-call]
+        logits, targets, first_row, group, with_entropy
+    )
     return logprobs, entropy

@@ -74,7 +74,8 @@ class StageModel:
         if target.dtype == weight.dtype:
             weight.grad = target
         else:
-            weight.register_post_accumulate_grad_hook(functools.partial(_accumulate_wide, target))
+            hook = functools.partial(_accumulate_wide, target)
+            weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return weight
 
     def _layer_weights(self, layer: int) -> LayerWeights:
