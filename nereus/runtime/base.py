@@ -1,0 +1,159 @@
+"""The two seams of execution: what the controller drives (`Runtime`) and where workers live (`Pool`).
+
+    controller --> Runtime: one RL step, one transition --> Pool: calls to workers, one a device
+                   (live job, simulator)                    (Ray actors, threads of one process)
+
+Neither names the other's implementation. Values that cross them are frozen.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from nereus.cluster import Cluster
+from nereus.plan import ModelStage, Plan
+
+if TYPE_CHECKING:
+    from nereus.runtime.worker import Worker
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one RL step did.
+
+    metrics: verl's names; task_s: seconds of each model-stage; sync_s and sync_bytes: weight synchronization.
+    operations: {class: (work, seconds)} as observed; peak_bytes: by device.
+    """
+
+    step: int
+    plan_generation: int
+    metrics: Mapping[str, float]
+    step_s: float
+    task_s: Mapping[ModelStage, float]
+    sync_s: float = 0.0
+    sync_bytes: int = 0
+    operations: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    peak_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransitionReport:
+    """What one transition did. Bytes are of state that crossed from one device to another."""
+
+    operations: tuple[str, ...]
+    mode: str
+    bytes_moved: int
+    bytes_lower_bound: int
+    seconds: float
+    verified: bool
+
+
+class Runtime(abc.ABC):
+    """A job that can run a step and change its plan between two steps.
+
+    `run_step` returns with every update of the step committed; `transition` returns with the whole job on the target
+    plan, or raises TransitionAborted with the job whole on the old one. Neither is called while the other runs.
+    """
+
+    @property
+    @abc.abstractmethod
+    def plan(self) -> Plan:
+        """The plan in force; changes only inside `transition`."""
+
+    @property
+    @abc.abstractmethod
+    def cluster(self) -> Cluster:
+        """The devices that can be used at the next boundary."""
+
+    @abc.abstractmethod
+    def run_step(self, step: int) -> StepReport:
+        """Run RL step `step` (from 1)."""
+
+    @abc.abstractmethod
+    def transition(self, target: Plan) -> TransitionReport:
+        """Move the live state to `target`."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End everything this runtime started; may be called twice."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker is told when it starts. `store`: host and port of the store its groups meet at."""
+
+    store: tuple[str, int]
+    timeout: timedelta
+    device: str = "cpu"
+    num_threads: int = 1
+    memory_bytes: int | None = None
+
+
+class Pool(abc.ABC):
+    """Workers, one a device, and calls to them.
+
+    Calls to one worker run in the order they were made, one at a time; calls to different workers at once. A future
+    raises WorkerError naming device and task where the worker raised, was late or died; an InputError or
+    TransitionAborted raised by the worker comes through as it is.
+    """
+
+    @abc.abstractmethod
+    def start(self, devices: Iterable[int]) -> None:
+        """Start a worker for each device that has none; returns when all of them answer."""
+
+    @abc.abstractmethod
+    def call(
+        self, device: int, method: "Callable[Concatenate[Worker, P], T]", *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
+        """Call a method of one worker."""
+
+    @abc.abstractmethod
+    def share(self, value: T) -> T:
+        """A stand-in for `value` that may be passed to several calls and is sent once a node."""
+
+    @abc.abstractmethod
+    def stop(self, devices: Iterable[int]) -> None:
+        """End these workers; their memory is gone when this returns."""
+
+    @property
+    @abc.abstractmethod
+    def devices(self) -> tuple[int, ...]:
+        """Devices that have a worker, ascending."""
+
+    @property
+    @abc.abstractmethod
+    def cluster(self) -> Cluster:
+        """Devices that have or could have a worker."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End all workers and whatever was started for them; may be called twice."""
+
+
+def gather(calls: Mapping[int, Future[T]], *, timeout: timedelta) -> dict[int, T]:
+    """Results by device of calls that ran at once. Every call is waited for; then the first error is raised."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+    for device, future in calls.items():
+        error = future.exception(timeout.total_seconds())
+        if error is None:
+            results[device] = future.result()
+        else:
+            errors.append(error)
+    if errors:
+        raise _root_cause(errors)
+    return results
+
+
+def _root_cause(errors: list[Any]) -> BaseException:
+    """The error that is not merely another rank's failure seen from here, where there is one."""
+    from nereus.errors import GroupError, UpdateAborted
+
+    first: BaseException = next((e for e in errors if not isinstance(e, GroupError | UpdateAborted)), errors[0])
+    return first
