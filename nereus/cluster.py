@@ -6,8 +6,13 @@ A cluster is written `8x8xh200` (nodes x devices x type), given as YAML, or foun
 import dataclasses
 import enum
 import functools
+import math
 import re
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from nereus.errors import ClusterError
 
@@ -116,25 +121,195 @@ ACCELERATORS = {
     a.name: a
     for a in (
         _accelerator("cpu", 0.16, 4, 4.0, 4.0, 1.0),
+        _accelerator("v100", 125, 32, 900, 150, 3.1),
+        _accelerator("a10", 125, 24, 600, 32, 3.1),
         _accelerator("a100-40gb", 312, 40, 1555, 300, 25),
         _accelerator("a100", 312, 80, 2039, 300, 25),
+        _accelerator("a100-pcie", 312, 80, 1935, 32, 25),
+        _accelerator("a800", 312, 80, 2039, 200, 25),
+        _accelerator("l40s", 362, 48, 864, 32, 25),
+        _accelerator("h20", 148, 96, 4000, 450, 50),
         _accelerator("h100", 989, 80, 3350, 450, 50),
+        _accelerator("h100-96gb", 989, 96, 2400, 450, 50),
+        _accelerator("h100-pcie", 756.5, 80, 2000, 64, 50),
+        _accelerator("h800", 989, 80, 3350, 200, 50),
         _accelerator("h200", 989, 141, 4800, 450, 50),
-        _accelerator("b200", 2250, 180, 8000, 900, 50),
+        _accelerator("gh200", 989, 96, 4000, 450, 50),
+        _accelerator("b200", 2250, 180, 7700, 900, 50),
+        _accelerator("gb200", 2500, 186, 8000, 900, 50),
+        _accelerator("b300", 2250, 288, 8000, 900, 100),
+        _accelerator("gb300", 2500, 288, 8000, 900, 100),
+        _accelerator("mi250x", 191.5, 64, 1638, 50, 12.5),
+        _accelerator("mi300x", 1307.4, 192, 5300, 448, 50),
+        _accelerator("mi325x", 1300, 256, 6000, 448, 50),
     )
 }
-"""Dense bf16 peaks (fp32 for `cpu`, one core of this kind) from the vendors' data sheets."""
+"""Dense bf16 peaks (fp16 for `v100`; fp32 for `cpu`, one core of the kind measured in the project's facts), memory, and
+link bandwidths per device in one direction: the vendors' data sheets as collected in the published hardware table
+(aiconfigurator systems files, ml-engineering's accelerator and network pages). `mi250x` is one of its two dies,
+`h100-96gb` the 500 W part with slower memory."""
+
+ALIASES = {
+    "a100-80gb": "a100",
+    "a100-sxm": "a100",
+    "a100-80gb-sxm": "a100",
+    "a100-40gb-sxm": "a100-40gb",
+    "a800-80gb": "a800",
+    "h100-sxm": "h100",
+    "h100-80gb": "h100",
+    "h100-80gb-sxm": "h100",
+    "h200-sxm": "h200",
+    "h200-141gb": "h200",
+    "v100-32gb": "v100",
+}
+"""Other spellings that users write."""
+
+MIG_OR_VENDOR = re.compile(r"nvidia|amd|instinct|geforce|tesla|graphics|\bsxm\d?\b|\bhbm\w*\b", re.IGNORECASE)
+
+
+def known_accelerator(name: str) -> Accelerator:
+    """The table's accelerator of a name as a user or a driver writes it (`h100`, `NVIDIA H100 80GB HBM3`).
+
+    Raises ClusterError listing the known names.
+    """
+    plain = "-".join(MIG_OR_VENDOR.sub(" ", name.replace("-", " ")).lower().split())
+    for candidate in (name.strip().lower(), plain):
+        candidate = ALIASES.get(candidate, candidate)
+        if candidate in ACCELERATORS:
+            return ACCELERATORS[candidate]
+    raise ClusterError(f"unknown accelerator type {name!r}; known: {', '.join(ACCELERATORS)}")
+
+
+def nearest_accelerator(accelerator: Accelerator, among: Iterable[Accelerator]) -> Accelerator:
+    """The one whose peaks are closest, by the sum of squared log ratios of flops, memory and link bandwidths."""
+
+    def distance(other: Accelerator) -> float:
+        return sum(
+            math.log(getattr(accelerator, field) / getattr(other, field)) ** 2
+            for field in ("flops_per_s", "memory_bytes_per_s", "intra_node_bytes_per_s", "inter_node_bytes_per_s")
+        )
+
+    return min(among, key=lambda other: (distance(other), other.name))
 
 
 def parse_cluster(text: str) -> Cluster:
     """The cluster of `8x8xh200`: nodes x devices per node x type."""
     match = _SHORT.match(text.strip())
     if not match:
-        raise ClusterError(f"cluster {text!r}: write NODESxDEVICESxTYPE such as 8x8xh200")
-    kind = match[3].lower()
-    if kind not in ACCELERATORS:
-        raise ClusterError(f"cluster {text!r}: unknown type {kind!r}; known: {', '.join(ACCELERATORS)}")
-    return uniform_cluster(num_nodes=int(match[1]), devices_per_node=int(match[2]), accelerator=ACCELERATORS[kind])
+        raise ClusterError(f"cluster {text!r}: write NODESxDEVICESxTYPE such as 8x8xh200, or give a YAML file")
+    try:
+        accelerator = known_accelerator(match[3])
+    except ClusterError as error:
+        raise ClusterError(f"cluster {text!r}: {error}") from None
+    return uniform_cluster(num_nodes=int(match[1]), devices_per_node=int(match[2]), accelerator=accelerator)
+
+
+def load_cluster(text: str) -> Cluster:
+    """The cluster of `8x8xh200` or of a YAML file by path."""
+    if not text.lower().endswith((".yaml", ".yml")):
+        return parse_cluster(text)
+    path = Path(text)
+    if not path.is_file():
+        raise ClusterError(f"cluster file {text}: not found")
+    try:
+        described = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ClusterError(f"cluster file {text}: not valid YAML ({error})") from None
+    return cluster_from(described, source=text)
+
+
+_NODE_KEYS = ("name", "count", "devices", "accelerator", "memory_gb")
+_ACCELERATOR_KEYS = ("tflops", "memory_gb", "memory_gb_per_s", "intra_gb_per_s", "inter_gb_per_s")
+
+
+def cluster_from(described: Any, *, source: str = "cluster") -> Cluster:
+    """The cluster of a parsed YAML document.
+
+    nodes:
+      - {count: 3, devices: 8, accelerator: h200}
+      - {name: old, devices: 6, accelerator: a100, memory_gb: 40}
+    accelerators:                       # optional: types the table lacks, or corrections of some figures
+      mychip: {tflops: 400, memory_gb: 64, memory_gb_per_s: 2000, intra_gb_per_s: 200, inter_gb_per_s: 25}
+    links: {inter_gb_per_s: 12.5}       # optional: what the nodes of this cluster really have
+    cores_per_node: 2                   # optional: processor cores that CPU workers of a node share
+    """
+    _check_keys(described, ("nodes", "accelerators", "links", "cores_per_node"), source)
+    links = described.get("links") or {}
+    _check_keys(links, ("intra_gb_per_s", "inter_gb_per_s"), f"{source}: links")
+    custom = described.get("accelerators") or {}
+    used: dict[str, Accelerator] = {}
+    devices: list[Device] = []
+    node_names: list[str] = []
+    for row in described.get("nodes") or []:
+        _check_keys(row, _NODE_KEYS, f"{source}: nodes")
+        accelerator = _described_accelerator(str(row.get("accelerator", "cpu")), custom, links, source)
+        used[accelerator.name] = accelerator
+        memory_gb = _positive(row.get("memory_gb", accelerator.memory_bytes / GB), f"{source}: memory_gb")
+        count = _count(row.get("count", 1), f"{source}: count")
+        for copy in range(count):
+            base = str(row.get("name", f"node{len(node_names)}"))
+            node = f"{base}-{copy}" if "name" in row and count > 1 else base
+            if node in node_names:
+                raise ClusterError(f"{source}: node {node!r} appears twice; names must differ")
+            node_names.append(node)
+            for _ in range(_count(row.get("devices", 1), f"{source}: devices")):
+                devices.append(Device(len(devices), node, accelerator.name, int(memory_gb * GB)))
+    if not devices:
+        raise ClusterError(f"{source}: nodes: name at least one, such as {{devices: 8, accelerator: h200}}")
+    cores = described.get("cores_per_node")
+    return Cluster(
+        tuple(devices),
+        tuple(used.values()),
+        None if cores is None else _count(cores, f"{source}: cores_per_node"),
+    )
+
+
+def _described_accelerator(name: str, custom: Any, links: Any, source: str) -> Accelerator:
+    """A table entry with the file's corrections, or a new type whose figures are all given."""
+    given = custom.get(name) or {}
+    _check_keys(given, _ACCELERATOR_KEYS, f"{source}: accelerators.{name}")
+    missing = [key for key in _ACCELERATOR_KEYS if key not in given]
+    if name in custom and len(missing) == 0:
+        base = _accelerator(name, 1, 1, 1, 1, 1)
+    else:
+        try:
+            base = known_accelerator(name)
+        except ClusterError as error:
+            hint = f"; or describe it under accelerators with {', '.join(_ACCELERATOR_KEYS)}"
+            raise ClusterError(f"{source}: {error}{hint}") from None
+    fields = {
+        "tflops": ("flops_per_s", 1e12),
+        "memory_gb": ("memory_bytes", GB),
+        "memory_gb_per_s": ("memory_bytes_per_s", GB),
+        "intra_gb_per_s": ("intra_node_bytes_per_s", GB),
+        "inter_gb_per_s": ("inter_node_bytes_per_s", GB),
+    }
+    for key, value in [*given.items(), *links.items()]:
+        field, unit = fields[key]
+        scaled = _positive(value, f"{source}: {key}") * unit
+        changed: dict[str, Any] = {field: int(scaled) if field == "memory_bytes" else scaled}
+        base = dataclasses.replace(base, **changed)
+    return base
+
+
+def _check_keys(mapping: Any, allowed: tuple[str, ...], where: str) -> None:
+    if not isinstance(mapping, dict):
+        raise ClusterError(f"{where}: expected keys among {', '.join(allowed)}, found {mapping!r}")
+    unknown = [str(key) for key in mapping if key not in allowed]
+    if unknown:
+        raise ClusterError(f"{where}: unknown {', '.join(unknown)}; known: {', '.join(allowed)}")
+
+
+def _positive(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ClusterError(f"{where} is {value!r}; it must be a number above 0")
+    return float(value)
+
+
+def _count(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ClusterError(f"{where} is {value!r}; it must be a whole number of at least 1")
+    return value
 
 
 def uniform_cluster(

@@ -1,6 +1,7 @@
 """The workload of one RL step: how many samples, how long their prompts and responses."""
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +28,28 @@ class Lengths:
     def constant(cls, tokens: float) -> "Lengths":
         return cls((tokens,))
 
+    @property
+    def deviation(self) -> float:
+        """Standard deviation, in tokens."""
+        mean = self.mean
+        return math.sqrt(sum((value - mean) ** 2 for value in self.values) / len(self.values))
+
+    @property
+    def mean_square(self) -> float:
+        return sum(value * value for value in self.values) / len(self.values)
+
+    def longest_of(self, count: float, *, among: float) -> float:
+        """Sum of the `count` longest of `among` samples; each value stands for an equal share of them."""
+        share = among / len(self.values)
+        total = 0.0
+        for value in reversed(self.values):
+            taken = min(share, count)
+            total += taken * value
+            count -= taken
+            if count <= 0:
+                break
+        return total
+
     def scaled(self, mean: float, *, cap: float) -> "Lengths":
         """The same shape with another mean, cut at `cap`."""
         factor = mean / self.mean
@@ -35,7 +58,7 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
-    """One step: `batch` prompts, each sampled `n` times; `mini_batches` optimizer updates per epoch, `epochs` epochs."""
+    """One step: `batch` prompts, each sampled `n` times; `mini_batches` updates in each of `epochs` epochs."""
 
     batch: int
     prompt_tokens: float
