@@ -8,6 +8,7 @@
     │   ├── DataError               a data file, tokenizer or reward function
     │   └── ClusterError            devices or nodes that are needed and not there
     ├── NoFeasiblePlan              the planner found nothing; names the binding limit
+    ├── GroupError                  a process group: a peer died, was late or disagreed
     ├── WorkerError                 a worker raised, was late or died; carries device and task
     ├── UpdateAborted               an optimizer update was voted down; nothing was applied
     └── TransitionAborted           a transition was rolled back; carries the operation
@@ -50,6 +51,21 @@ class ClusterError(InputError):
 
 class NoFeasiblePlan(NereusError):
     """No plan fits; the message names the binding limit and what would be valid."""
+
+
+class GroupError(NereusError):
+    """A process group or the store behind it failed: a peer died, was late or disagreed.
+
+    `group` names the group (and the operation), or the store.
+    """
+
+    def __init__(self, group: str, problem: str) -> None:
+        super().__init__(f"{group}: {problem}")
+        self.group = group
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[type["GroupError"], tuple[str, str]]:
+        return GroupError, (self.group, self.problem)
 
 
 class WorkerError(NereusError):

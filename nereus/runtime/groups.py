@@ -1,0 +1,275 @@
+"""Process groups as values: built from a store, a name, a rank and a size, with no global world.
+
+A group belongs to one generation of a plan and carries that generation in its name, so groups of two generations
+live side by side. Nothing here knows plans, layouts or state.
+
+The store lives in the driver. A worker opens one client a thread (two threads on one client can deadlock), and every
+call to a store runs under an own deadline, because the client's own time-out does not hold when a link is cut.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import ReduceOp
+
+from nereus.errors import GroupError
+
+T = TypeVar("T")
+Tensors = list[torch.Tensor]
+BackendName = Literal["gloo", "nccl"]
+Operator = Literal["sum", "max", "min"]
+
+
+class Waitable(Protocol):
+    """What a torch process group returns from an operation."""
+
+    def wait(self) -> object: ...
+
+
+class ProcessGroup(Protocol):
+    """The methods of torch's process groups that `Group` calls; none of them looks a rank up in a global world."""
+
+    def allreduce(self, tensors: Tensors, *, op: Any) -> Waitable: ...
+    def allgather(self, outputs: list[Tensors], inputs: Tensors) -> Waitable: ...
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Waitable: ...
+    def barrier(self) -> Waitable: ...
+    def send(self, tensors: Tensors, peer: int, tag: int) -> Waitable: ...
+    def recv(self, tensors: Tensors, peer: int, tag: int) -> Waitable: ...
+    def abort(self) -> None: ...
+
+
+_OPERATORS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+
+
+class StoreServer(NamedTuple):
+    """A running store. `handle` keeps it alive; drop it to stop the store."""
+
+    host: str
+    port: int
+    handle: TCPStore
+
+
+def serve_store(host: str = "127.0.0.1", *, timeout: timedelta = timedelta(seconds=30)) -> StoreServer:
+    """Start the store that every group of a job meets at. Called by the driver, never on a worker."""
+    handle = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    return StoreServer(host, handle.port, handle)
+
+
+def connect_store(host: str, port: int, *, timeout: timedelta) -> TCPStore:
+    """A client of the store for the calling thread alone; raises GroupError where none answers in time."""
+    return within(
+        timeout,
+        f"store {host}:{port}",
+        lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
+    )
+
+
+def within(timeout: timedelta, what: str, call: Callable[[], T]) -> T:
+    """The result of `call`, or GroupError when it raised a RuntimeError or did not return in time.
+
+    The call runs on a thread of its own. When it is late that thread is left behind and whatever it uses must not
+    be used again.
+    """
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:  # handed to the caller, which raises it
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=f"deadline: {what}", daemon=True).start()
+    try:
+        return done.result(timeout.total_seconds())
+    except concurrent.futures.TimeoutError:
+        raise GroupError(what, f"no answer within {timeout.total_seconds():g} s") from None
+    except RuntimeError as error:
+        raise GroupError(what, _first_line(error)) from None
+
+
+class Work:
+    """A transfer in flight. It keeps its tensor alive; `wait` returns when the tensor may be used again."""
+
+    __slots__ = ("_tensor", "_what", "_work")
+
+    def __init__(self, what: str, work: Waitable | None, tensor: torch.Tensor) -> None:
+        self._what, self._work, self._tensor = what, work, tensor
+
+    def wait(self) -> None:
+        """Block until done; raises GroupError where a peer died or was late. A second call returns at once."""
+        if self._work is not None:
+            _wait(self._what, self._work)
+            self._work = None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Group:
+    """One rank's end of a process group. Tensors must be contiguous and of equal size and dtype on all ranks.
+
+    Every method that waits raises GroupError where a peer died or did not come within `timeout`. A size mismatch
+    between ranks cannot be caught (gloo ends the process): `agree` on a fingerprint before sending.
+    """
+
+    name: str
+    rank: int
+    size: int
+    timeout: timedelta
+    backend: BackendName
+    process_group: ProcessGroup | None = dataclasses.field(repr=False)
+
+    @classmethod
+    def single(cls, name: str = "single") -> "Group":
+        """The group of one rank: free, and every collective leaves its tensor as it is."""
+        return cls(name, 0, 1, timedelta(0), "gloo", None)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Operator = "sum") -> None:
+        """Reduce in place over all ranks."""
+        if self.size > 1:
+            self._run("all_reduce", lambda group: group.allreduce([tensor], op=_OPERATORS[op]))
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor of each rank, in rank order; a copy, except that a group of one returns the tensor itself."""
+        if self.size == 1:
+            return [tensor]
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._run("all_gather", lambda group: group.allgather([gathered], [tensor]))
+        return gathered
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill the tensor on every rank with that of rank `source`."""
+        if self.size > 1:
+            self._run("broadcast", lambda group: group.broadcast(tensor, source))
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        if self.size > 1:
+            self._run("barrier", lambda group: group.barrier())
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
+        """Start to send; leave the tensor unchanged until the work is waited for. Any tensor, no global order."""
+        return self._start(f"send to {peer}", tensor, lambda group: group.send([tensor], peer, tag))
+
+    def irecv(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
+        """Start to receive into the tensor."""
+        return self._start(f"recv from {peer}", tensor, lambda group: group.recv([tensor], peer, tag))
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> None:
+        """Receive into the tensor and return when it is there."""
+        self.irecv(tensor, peer, tag).wait()
+
+    def agree(self, fingerprint: int, *, device: torch.device | None = None) -> None:
+        """Raise GroupError on every rank unless all came with the same 63-bit fingerprint of what they will do."""
+        seen = torch.cat(self.all_gather(torch.tensor([fingerprint], dtype=torch.int64, device=device))).tolist()
+        if len(set(seen)) > 1:
+            raise GroupError(self.name, f"ranks disagree on what to do: fingerprints {seen}")
+
+    def close(self) -> None:
+        """Give the group up: pending operations end with an error, threads and connections go with the last user.
+
+        Where a peer is stopped rather than dead the connections go when the peer does; kill it first.
+        """
+        if self.process_group is not None:
+            self.process_group.abort()
+            self.process_group = None
+
+    def _run(self, what: str, start: Callable[[ProcessGroup], Waitable]) -> None:
+        _wait(f"{self.name}, {what}", self._begin(what, start))
+
+    def _start(self, what: str, tensor: torch.Tensor, start: Callable[[ProcessGroup], Waitable]) -> Work:
+        return Work(f"{self.name}, {what}", self._begin(what, start), tensor)
+
+    def _begin(self, what: str, start: Callable[[ProcessGroup], Waitable]) -> Waitable:
+        if self.process_group is None:
+            problem = "the group is closed" if self.size > 1 else "a group of one has no such peer"
+            raise GroupError(f"{self.name}, {what}", problem)
+        try:
+            return start(self.process_group)
+        except RuntimeError as error:
+            raise GroupError(f"{self.name}, {what}", _first_line(error)) from None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """A group before it stands: a name unique in the job and its devices in rank order."""
+
+    name: str
+    devices: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.devices)
+
+    def join(self, store: Store, device: int, *, timeout: timedelta, backend: BackendName = "gloo") -> Group:
+        """Take the place of `device`; returns when every rank has joined."""
+        return build_group(
+            store, self.name, rank=self.devices.index(device), size=self.size, timeout=timeout, backend=backend
+        )
+
+
+def build_group(
+    store: Store, name: str, *, rank: int, size: int, timeout: timedelta, backend: BackendName = "gloo"
+) -> Group:
+    """Join the group `name` as `rank`; returns when all `size` ranks have joined, GroupError after `timeout`.
+
+    A name serves once: what an earlier group left in the store would be taken for the new one.
+    """
+    if size == 1:
+        return dataclasses.replace(Group.single(name), timeout=timeout, backend=backend)
+    prefixed = PrefixStore(name, store)
+    build = {"gloo": _build_gloo, "nccl": _build_nccl}[backend]
+    deadline = timeout + timedelta(seconds=5)
+    process_group = within(deadline, f"group {name}", lambda: build(prefixed, rank, size, timeout))
+    return Group(name, rank, size, timeout, backend, process_group)
+
+
+def _build_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [_gloo_device(_local_address(store))]
+    return cast(ProcessGroup, gloo(store, rank, size, options))
+
+
+def _build_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds of torch
+
+    nccl: Any = ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    return cast(ProcessGroup, nccl(store, rank, size, options))
+
+
+@functools.lru_cache(maxsize=8)
+def _gloo_device(address: str) -> Any:
+    """The event loop of this process on one network address; every group of the process shares it."""
+    return ProcessGroupGloo.create_device(hostname=address)
+
+
+def _local_address(store: Store) -> str:
+    """The address of this machine on the network that reaches the store: peers can reach it there as well."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((store.host, store.port))
+        return str(probe.getsockname()[0])
+
+
+def _wait(what: str, work: Waitable) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise GroupError(what, _first_line(error)) from None
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]
