@@ -55,7 +55,7 @@ PRIORS = {
     Op.REDUCE_SCATTER: Prior(0.50, 12e-6),
     Op.ALL_TO_ALL: Prior(0.40, 15e-6),
     Op.POINT_TO_POINT: Prior(0.60, 12e-6),
-    Op.LAUNCH: Prior(1.0, 1e-3),
+    Op.LAUNCH: Prior(1.0, 5e-4),
     Op.GROUP_SETUP: Prior(1.0, 0.5),
 }
 """From the achieved rates of A100, H100, H200 and B200 kernels and NCCL collectives in the published hardware table,
