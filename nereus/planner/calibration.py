@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from nereus.cluster import ACCELERATORS, Accelerator, Link, nearest_accelerator
-from nereus.planner.operations import COLLECTIVES, COMPUTE, MEMORY, Op, OpKey, key_name, parse_key
+from nereus.planner.operations import COLLECTIVES, COMPUTE, KEYS, MEMORY, Counts, Op, OpKey, key_name, parse_key
 
 FORGETTING = 0.98
 """Weight that an observation keeps with each later one of the same class."""
@@ -161,6 +161,7 @@ class Calibration:
     def __init__(self, accelerators: Iterable[Accelerator] = ()) -> None:
         self._accelerators = ACCELERATORS | {a.name: a for a in accelerators}
         self._filters: dict[str, _Filter] = {}
+        self._lines: dict[str, Counts] = {}
 
     def observe(
         self,
@@ -182,6 +183,7 @@ class Calibration:
         rows = [row for row in entries if row[1] > 0 or row[2] > 0]
         if not rows or seconds <= 0 or not math.isfinite(seconds):
             return
+        self._lines.clear()
         found = self._filter(accelerator)
         for key, _, _ in rows:
             if key not in found.keys:
@@ -201,6 +203,13 @@ class Calibration:
         if found is None or key not in found.keys:
             return self._inherited(key, accelerator)
         return found.line(key)
+
+    def lines(self, accelerator: str) -> Counts:
+        """[2, classes]: seconds per unit of work and per call of every class, in the order of `operations.KEYS`."""
+        if accelerator not in self._lines:
+            pairs = [self.line(key, accelerator) for key in KEYS]
+            self._lines[accelerator] = np.array([[p for _, p in pairs], [fixed for fixed, _ in pairs]])
+        return self._lines[accelerator]
 
     def efficiency(self, op_class: Op | str, accelerator: str, *, link: Link | None = None) -> float:
         """Learned share of the peak for large work."""

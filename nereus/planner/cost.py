@@ -16,6 +16,8 @@ import math
 import statistics
 from collections.abc import Callable
 
+import numpy as np
+
 from nereus.boxes import layer_range
 from nereus.cluster import Cluster, Link
 from nereus.model import ModelSpec
@@ -23,9 +25,12 @@ from nereus.plan import Layout, ModelStage
 from nereus.planner.calibration import PRIORS, Calibration
 from nereus.planner.memory import Precision, Recompute, state_numel
 from nereus.planner.operations import (
+    COLUMN,
     COMPUTE,
+    KEYS,
     MEMORY,
     Bill,
+    Counts,
     Op,
     Shape,
     Tokens,
@@ -44,7 +49,10 @@ from nereus.workflow import Kind, Task
 BUBBLE = "bubble"
 """Name under which `StageCost.operations` lists the time a rank waits for its pipeline to fill and drain."""
 
-MAX_SEGMENTS = 24
+ON_DEVICE = np.array([op in COMPUTE or op in MEMORY or op is Op.LAUNCH for op, _ in KEYS])
+"""Classes that slow down where workers share processor cores."""
+
+MAX_SEGMENTS = 16
 """Pieces into which the length distribution of a generation is cut."""
 
 OPTIMIZER_PASSES = 7
@@ -61,16 +69,41 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StageCost:
-    """Seconds of a model-stage in one step.
+class TaskCost:
+    """Operations of one task on the slowest rank, those it waits for while the pipeline fills and drains, seconds."""
 
-    seconds: sum of its tasks. per_task: by task name. operations: {class: (work, seconds)} on the slowest rank;
-    `bubble` has no work.
-    """
-
+    work: Bill
+    bubble: Bill
     seconds: float
-    per_task: dict[str, float]
-    operations: dict[str, tuple[float, float]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageCost:
+    """Seconds of a model-stage in one step: the sum of its tasks. `lines` priced the work (see `Calibration.lines`)."""
+
+    tasks: dict[str, TaskCost]
+    lines: Counts
+
+    @property
+    def seconds(self) -> float:
+        return sum(task.seconds for task in self.tasks.values())
+
+    @property
+    def per_task(self) -> dict[str, float]:
+        return {name: task.seconds for name, task in self.tasks.items()}
+
+    @property
+    def operations(self) -> dict[str, tuple[float, float]]:
+        """{class: (work, seconds)} on the slowest rank; `bubble` has no work."""
+        total, bubble = Bill(), 0.0
+        for task in self.tasks.values():
+            total.add_bill(task.work)
+            bubble += float((task.bubble.counts * self.lines).sum())
+        result = {}
+        for key, work, calls in total:
+            per_work, fixed = self.lines[:, COLUMN[key]]
+            result[key_name(key)] = (work, float(work * per_work + calls * fixed))
+        return result | ({BUBBLE: (0.0, bubble)} if bubble else {})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,18 +120,6 @@ class _Setting:
     precision: Precision
     span: Span
     machine_balance: float
-
-
-@dataclasses.dataclass(slots=True)
-class TaskBill:
-    """Operations of one task on the slowest rank, and those it waits for while the pipeline fills and drains."""
-
-    work: Bill
-    bubble: Bill
-
-    @classmethod
-    def empty(cls) -> "TaskBill":
-        return cls(Bill(), Bill())
 
 
 class CostModel:
@@ -135,21 +156,13 @@ class CostModel:
             device.flops_per_s * PRIORS[Op.GEMM].efficiency
             / (device.memory_bytes_per_s * PRIORS[Op.DECODE_GEMM].efficiency),
         )  # fmt: skip
-        slowdown = self._slowdown(active_workers_on_node)
-        per_task: dict[str, float] = {}
-        operations: dict[str, tuple[float, float]] = {}
+        lines = self._lines(accelerator, active_workers_on_node)
+        costs: dict[str, TaskCost] = {}
         for task in tasks:
-            if task.model_stage != model_stage:
-                continue
-            bill = TASK_BILLS[task.kind](setting)
-            spent = self._price(bill.work, accelerator, slowdown)
-            spent[BUBBLE] = (0.0, sum(s for _, s in self._price(bill.bubble, accelerator, slowdown).values()))
-            per_task[task.name] = sum(seconds for _, seconds in spent.values())
-            for name, (work, seconds) in spent.items():
-                if work or seconds:
-                    before = operations.get(name, (0.0, 0.0))
-                    operations[name] = (before[0] + work, before[1] + seconds)
-        return StageCost(sum(per_task.values()), per_task, operations)
+            if task.model_stage == model_stage:
+                work, bubble = TASK_BILLS[task.kind](setting)
+                costs[task.name] = TaskCost(work, bubble, float(((work.counts + bubble.counts) * lines).sum()))
+        return StageCost(costs, lines)
 
     def sync_seconds(
         self,
@@ -175,37 +188,26 @@ class CostModel:
         link = Link.INTRA_NODE if same_node else Link.INTER_NODE
         bill.add(Op.POINT_TO_POINT, max(received, sent), pieces, link)
         bill.add(Op.LAUNCH, 0, 1)
-        name = accelerator or self.cluster.accelerators[0].name
-        return sum(seconds for _, seconds in self._price(bill, name, 1.0).values())
+        lines = self._lines(accelerator or self.cluster.accelerators[0].name, None)
+        return float((bill.counts * lines).sum())
 
-    def _slowdown(self, active_workers: int | None) -> float:
-        """How much longer computing takes because workers share the cores of their node."""
-        cores = self.cluster.cores_per_node
-        return max(1.0, active_workers / cores) if cores and active_workers else 1.0
-
-    def _price(self, bill: Bill, accelerator: str, slowdown: float) -> dict[str, tuple[float, float]]:
-        """{class: (work, seconds)}."""
-        result: dict[str, tuple[float, float]] = {}
-        for key, work, calls in bill:
-            fixed, per_work = self.calibration.line(key, accelerator)
-            seconds = calls * fixed + work * per_work
-            if key[0] in COMPUTE or key[0] in MEMORY or key[0] is Op.LAUNCH:
-                seconds *= slowdown
-            result[key_name(key)] = (work, seconds)
-        return result
+    def _lines(self, accelerator: str, active_workers: int | None) -> Counts:
+        """Seconds per work and per call; computing takes longer where workers share the cores of their node."""
+        lines, cores = self.calibration.lines(accelerator), self.cluster.cores_per_node
+        if not cores or not active_workers or active_workers <= cores:
+            return lines
+        return np.where(ON_DEVICE, lines * (active_workers / cores), lines)
 
 
-def _update_bill(at: _Setting) -> TaskBill:
+def _update_bill(at: _Setting) -> tuple[Bill, Bill]:
     """All optimizer updates of a step: `epochs` x `mini_batches`, each over its share of the samples."""
     work = at.workload
     micro_batches, tokens = _micro_batches(at, work.num_samples / work.mini_batches)
     updates = work.epochs * work.mini_batches
     one = _pipeline_stage(at, tokens, backward=True)
-    result = TaskBill.empty()
-    result.work.add_bill(one, micro_batches * updates)
-    result.bubble.add_bill(one, (at.layout.pp - 1) * updates)
-    result.work.add_bill(_update_once(at), updates)
-    return result
+    total = one.scaled(micro_batches * updates)
+    total.add_bill(_update_once(at), updates)
+    return total, one.scaled((at.layout.pp - 1) * updates)
 
 
 def _update_once(at: _Setting) -> Bill:
@@ -218,15 +220,13 @@ def _update_once(at: _Setting) -> Bill:
     return bill
 
 
-def _forward_bill(at: _Setting) -> TaskBill:
+def _forward_bill(at: _Setting) -> tuple[Bill, Bill]:
     """A forward pass over all samples of a step: log-probabilities, values or scores."""
     micro_batches, tokens = _micro_batches(at, at.workload.num_samples)
     one = _pipeline_stage(at, tokens, backward=False)
-    result = TaskBill.empty()
-    result.work.add_bill(one, micro_batches)
-    result.bubble.add_bill(one, at.layout.pp - 1)
-    result.work.add(Op.LAUNCH, 0, 1)
-    return result
+    total = one.scaled(micro_batches)
+    total.add(Op.LAUNCH, 0, 1)
+    return total, one.scaled(at.layout.pp - 1)
 
 
 def _micro_batches(at: _Setting, samples: float) -> tuple[int, Tokens]:
@@ -252,29 +252,58 @@ def _slowest_mean(work: Workload, unit_samples: int, dp: int) -> float:
 
 def _pipeline_stage(at: _Setting, tokens: Tokens, *, backward: bool) -> Bill:
     """One micro-batch through the slowest pipeline stage: the last, which has most layers and the head."""
-    tp, pp, value_bytes, link = at.layout.tp, at.layout.pp, at.precision.param_bytes, at.span.tp_link
-    layers = len(layer_range(at.shape.layers, pp, pp - 1))
-    forward = layer_forward(at.shape, tokens, tp=tp, value_bytes=value_bytes, tp_link=link)
-    ends = head_forward(at.shape, tokens, tp=tp, value_bytes=value_bytes, tp_link=link)
+    basis = _pipeline_basis(
+        at.shape, at.layout, at.precision.param_bytes, at.span, at.recompute if backward else None
+    )  # fmt: skip
+    return Bill(basis[0] + tokens.count * basis[1] + tokens.pairs * basis[2] + tokens.loss * basis[3])
+
+
+@functools.lru_cache(maxsize=4096)
+def _pipeline_basis(
+    shape: Shape, layout: Layout, value_bytes: int, span: Span, backward: Recompute | None
+) -> tuple[Counts, Counts, Counts, Counts]:
+    """Counts of a pass without tokens, and per token, per pair and per loss token: all counts are linear in these."""
+    units = (Tokens(0, 0, 0), Tokens(1, 0, 0), Tokens(0, 1, 0), Tokens(0, 0, 1))
+    empty, *others = (_pipeline_pass(shape, layout, value_bytes, span, backward, unit).counts for unit in units)
+    count, pairs, loss = (other - empty for other in others)
+    return empty, count, pairs, loss
+
+
+def _pipeline_pass(
+    shape: Shape, layout: Layout, value_bytes: int, span: Span, backward: Recompute | None, tokens: Tokens
+) -> Bill:
+    """Forward, and with `backward` also the backward pass and what it recomputes."""
+    tp, pp, link = layout.tp, layout.pp, span.tp_link
+    layers = len(layer_range(shape.layers, pp, pp - 1))
+    forward = layer_forward(shape, tokens, tp=tp, value_bytes=value_bytes, tp_link=link)
+    ends = head_forward(shape, tokens, tp=tp, tp_link=link)
     if pp == 1:
-        ends.add_bill(embedding_forward(at.shape, tokens, tp=tp, value_bytes=value_bytes, tp_link=link))
+        ends.add_bill(embedding_forward(shape, tokens, tp=tp, value_bytes=value_bytes, tp_link=link))
     bill = forward.scaled(layers)
     bill.add_bill(ends)
-    if backward:
+    if backward is not None:
         bill.add_bill(layer_backward(forward), layers)
         bill.add_bill(layer_backward(ends))
-        if at.recompute is Recompute.FULL:
-            bill.add_bill(forward, layers)
-        elif at.recompute is Recompute.SELECTIVE:
-            bill.add(Op.ELEMENTWISE, forward.entries[(Op.ELEMENTWISE, None)][0] * layers / 2, 3 * layers)
+        bill.add_bill(recomputed(forward, backward), layers)
+    passes = 1 if backward is None else 2
     if pp > 1:
-        passes = 2 if backward else 1
-        bill.add(Op.POINT_TO_POINT, passes * tokens.count * at.shape.hidden * value_bytes, passes, at.span.pp_link)
-    bill.add(Op.LAUNCH, 0, 2 if backward else 1)
+        bill.add(Op.POINT_TO_POINT, passes * tokens.count * shape.hidden * value_bytes, passes, span.pp_link)
+    bill.add(Op.LAUNCH, 0, passes)
     return bill
 
 
-def _generate_bill(at: _Setting) -> TaskBill:
+def recomputed(forward: Bill, recompute: Recompute) -> Bill:
+    """What the backward pass of a layer computes again."""
+    if recompute is Recompute.FULL:
+        return forward
+    bill = Bill()
+    if recompute is Recompute.SELECTIVE:
+        column = COLUMN[(Op.ELEMENTWISE, None)]
+        bill.counts[:, column] = forward.counts[:, column] / 2
+    return bill
+
+
+def _generate_bill(at: _Setting) -> tuple[Bill, Bill]:
     """Prefill of all prompts and decoding with a batch that shrinks, on the unit whose sequences last longest.
 
     With fewer slots than samples a finished sequence's slot is refilled: the batch stays full for
@@ -282,8 +311,8 @@ def _generate_bill(at: _Setting) -> TaskBill:
     """
     work, samples = at.workload, max(1, -(-at.workload.num_samples // at.dp))
     slots = min(max(1, at.micro_batch), samples)
-    result, mean = TaskBill.empty(), at.workload.response.mean
-    _add_prefill(result.work, at, samples, slots)
+    bill, mean = Bill(), at.workload.response.mean
+    _add_prefill(bill, at, samples, slots)
     full_steps = (samples - slots) * mean / slots
     phases = [(full_steps, float(slots), work.prompt_tokens + mean / 2)]
     for start, end, alive in _segments(work.response.values):
@@ -292,9 +321,9 @@ def _generate_bill(at: _Setting) -> TaskBill:
     bound_by_memory = [phase for phase in phases if not _compute_bound(phase[1], at)]
     bound_by_compute = [phase for phase in phases if _compute_bound(phase[1], at)]
     for part in (bound_by_memory, bound_by_compute):
-        _add_decode(result.work, at, part)
-    result.work.add(Op.LAUNCH, 0, 1)
-    return result
+        _add_decode(bill, at, part)
+    bill.add(Op.LAUNCH, 0, 1)
+    return bill, Bill()
 
 
 @functools.lru_cache(maxsize=64)
@@ -321,7 +350,7 @@ def _add_prefill(bill: Bill, at: _Setting, samples: int, slots: int) -> None:
     passes = samples / slots
     layer = layer_forward(at.shape, tokens, tp=tp, value_bytes=value_bytes, tp_link=link)
     bill.add_bill(layer, at.shape.layers * passes)
-    bill.add_bill(head_forward(at.shape, tokens, tp=tp, value_bytes=value_bytes, tp_link=link), passes)
+    bill.add_bill(head_forward(at.shape, tokens, tp=tp, tp_link=link), passes)
     _add_hops(bill, at, tokens.count, passes)
 
 
@@ -355,11 +384,11 @@ def _add_hops(bill: Bill, at: _Setting, tokens: float, passes: float) -> None:
         bill.add(Op.POINT_TO_POINT, payload * passes, pp * passes, at.span.pp_link)
 
 
-TASK_BILLS: dict[Kind, Callable[[_Setting], TaskBill]] = {
+TASK_BILLS: dict[Kind, Callable[[_Setting], tuple[Bill, Bill]]] = {
     Kind.GENERATE: _generate_bill,
     Kind.LOGPROBS: _forward_bill,
     Kind.VALUES: _forward_bill,
     Kind.SCORES: _forward_bill,
     Kind.UPDATE: _update_bill,
 }
-"""Who counts the operations of which kind of task."""
+"""Who counts the operations, and the bubble, of which kind of task."""

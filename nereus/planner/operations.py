@@ -9,7 +9,10 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
 
 from nereus.cluster import Link
 from nereus.model import Head, ModelSpec
@@ -52,6 +55,7 @@ LOGITS_PASSES = 4
 """Times the fp32 logits are read or written per forward: product, maximum, exponential sum, gather."""
 
 OpKey = tuple[Op, Link | None]
+Counts = npt.NDArray[np.float64]
 
 
 def key_name(key: OpKey) -> str:
@@ -66,35 +70,40 @@ def parse_key(name: str) -> OpKey:
     return Op(op), Link(link) if link else None
 
 
+KEYS: tuple[OpKey, ...] = tuple(
+    (op, link)
+    for op in Op
+    for link in ((Link.INTRA_NODE, Link.INTER_NODE) if op in COLLECTIVES or op is Op.GROUP_SETUP else (None,))
+)
+"""Every class and link, in the order of a bill's columns."""
+
+COLUMN = {key: column for column, key in enumerate(KEYS)}
+COLUMN |= {(op, Link.SELF): COLUMN[(op, link)] for op, link in KEYS if link is Link.INTRA_NODE}
+
+
 class Bill:
-    """Work and calls per operation class; sums and scales."""
+    """Work (row 0) and calls (row 1) per operation class; a vector, so that sums and prices are cheap."""
 
-    __slots__ = ("entries",)
+    __slots__ = ("counts",)
 
-    def __init__(self) -> None:
-        self.entries: dict[OpKey, tuple[float, float]] = {}
+    def __init__(self, counts: Counts | None = None) -> None:
+        self.counts = np.zeros((2, len(KEYS))) if counts is None else counts
 
     def add(self, op: Op, work: float, calls: float, link: Link | None = None) -> None:
-        key = (op, link)
-        old_work, old_calls = self.entries.get(key, (0.0, 0.0))
-        self.entries[key] = (old_work + work, old_calls + calls)
+        column = COLUMN[(op, link)]
+        self.counts[0, column] += work
+        self.counts[1, column] += calls
 
     def add_bill(self, other: "Bill", times: float = 1.0) -> None:
-        for (op, link), (work, calls) in other.entries.items():
-            self.add(op, work * times, calls * times, link)
+        self.counts += other.counts * times
 
     def scaled(self, times: float) -> "Bill":
-        result = Bill()
-        result.add_bill(self, times)
-        return result
+        return Bill(self.counts * times)
 
     def __iter__(self) -> Iterator[tuple[OpKey, float, float]]:
-        for key, (work, calls) in self.entries.items():
-            yield key, work, calls
-
-    def as_mapping(self) -> Mapping[str, tuple[float, float]]:
-        """{class name: (work, calls)}."""
-        return {key_name(key): entry for key, entry in self.entries.items()}
+        """(class, work, calls) of what is not zero."""
+        for column in np.flatnonzero(self.counts.any(axis=0)):
+            yield KEYS[column], float(self.counts[0, column]), float(self.counts[1, column])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -221,7 +230,7 @@ def layer_backward(forward: Bill) -> Bill:
     return bill
 
 
-def head_forward(shape: Shape, tokens: Tokens, *, tp: int, value_bytes: int, tp_link: Link) -> Bill:
+def head_forward(shape: Shape, tokens: Tokens, *, tp: int, tp_link: Link) -> Bill:
     """Logits and log-probabilities of the loss tokens, vocabulary-parallel, in fp32; a scalar head costs nothing."""
     bill = Bill()
     if shape.vocab:

@@ -1,6 +1,7 @@
 """The workload of one RL step: how many samples, how long their prompts and responses."""
 
 import dataclasses
+import functools
 import math
 
 
@@ -18,7 +19,7 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        return sum(self.values) / len(self.values)
+        return _moments(self.values)[0]
 
     @property
     def longest(self) -> float:
@@ -29,14 +30,13 @@ class Lengths:
         return cls((tokens,))
 
     @property
-    def deviation(self) -> float:
-        """Standard deviation, in tokens."""
-        mean = self.mean
-        return math.sqrt(sum((value - mean) ** 2 for value in self.values) / len(self.values))
+    def mean_square(self) -> float:
+        return _moments(self.values)[1]
 
     @property
-    def mean_square(self) -> float:
-        return sum(value * value for value in self.values) / len(self.values)
+    def deviation(self) -> float:
+        """Standard deviation, in tokens."""
+        return math.sqrt(max(0.0, self.mean_square - self.mean**2))
 
     def longest_of(self, count: float, *, among: float) -> float:
         """Sum of the `count` longest of `among` samples; each value stands for an equal share of them."""
@@ -54,6 +54,12 @@ class Lengths:
         """The same shape with another mean, cut at `cap`."""
         factor = mean / self.mean
         return Lengths(tuple(min(value * factor, cap) for value in self.values))
+
+
+@functools.lru_cache(maxsize=256)
+def _moments(values: tuple[float, ...]) -> tuple[float, float]:
+    """(mean, mean square)."""
+    return sum(values) / len(values), sum(value * value for value in values) / len(values)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
