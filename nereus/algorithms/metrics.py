@@ -1,0 +1,50 @@
+"""What a step reports of its batch, under verl's names. Computed on the driver over the whole batch."""
+
+import torch
+
+from nereus.algorithms.buffer import RolloutBatch
+
+__all__ = ["batch_metrics", "explained_variance"]
+
+
+def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Mean, maximum and minimum of scores, rewards, advantages, returns, values and lengths, as far as they are there.
+
+    Scores and rewards are by sample, the others by token that counts. response_length/clip_ratio is the share of
+    responses that the length limit cut off.
+    """
+    metrics = {
+        **spread("response_length", batch.response_lengths),
+        **spread("prompt_length", batch.prompt_lengths),
+        "response_length/clip_ratio": 1.0 - float(batch.finished.to(torch.float64).mean()),
+    }
+    if batch.scores is not None:
+        metrics |= spread("critic/score", batch.scores)
+    if batch.token_rewards is not None:
+        metrics |= spread("critic/rewards", batch.sum_by_sample(batch.token_rewards))
+    if batch.counts.tokens == 0:
+        return metrics
+    mask = batch.response_mask
+    for name in ("advantages", "returns", "values"):
+        column = getattr(batch, name)
+        if column is not None:
+            metrics |= spread(f"critic/{name}", column[mask])
+    if batch.values is not None and batch.returns is not None:
+        metrics["critic/vf_explained_var"] = explained_variance(batch.values[mask], batch.returns[mask])
+    return metrics
+
+
+def spread(name: str, column: torch.Tensor) -> dict[str, float]:
+    column = column.to(torch.float64)
+    return {
+        f"{name}/mean": float(column.mean()),
+        f"{name}/max": float(column.max()),
+        f"{name}/min": float(column.min()),
+    }
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
+    """1 - var(R - V) / (var(R) + 1e-5): 1 for a perfect critic, 0 for a constant one."""
+    values, returns = values.to(torch.float64), returns.to(torch.float64)
+    unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
+    return 1.0 - float(unexplained)

@@ -1,0 +1,127 @@
+"""Loss, gradient and metrics are those of the whole batch, however it is shared out and cut up."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from rollout_cases import VOCABULARY, ragged_batch
+
+from nereus.algorithms.base import Objective
+from nereus.algorithms.buffer import RolloutBatch
+from nereus.algorithms.losses import Aggregation
+from nereus.algorithms.objectives import (
+    BernoulliRewardObjective,
+    LikelihoodObjective,
+    PolicyObjective,
+    ValueObjective,
+)
+from nereus.algorithms.types import Outputs
+
+HIDDEN = 5
+FULLY_MASKED = 40
+
+
+class LinearModel:
+    """Next-token logits, a value by token and a score by sample, each linear in an embedding of the last token."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.embedding = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
+        self.head = torch.randn(HIDDEN, VOCABULARY + 1, generator=generator, dtype=torch.float64)
+        for tensor in self.parameters:
+            tensor.requires_grad_()
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.embedding, self.head
+
+    def outputs(self, batch: RolloutBatch) -> Outputs:
+        hidden = self.embedding[batch.tokens] @ self.head
+        ends = batch.sequence_offsets + batch.sequence_lengths
+        within = torch.arange(batch.num_response_tokens) - batch.response_offsets[batch.sample_of_token]
+        token_at = (ends - batch.response_lengths)[batch.sample_of_token] + within
+        logprobs = hidden[token_at - 1, :VOCABULARY].log_softmax(-1)
+        return Outputs(
+            logprobs=logprobs.gather(1, batch.tokens[token_at, None]).squeeze(1),
+            entropy=-(logprobs.exp() * logprobs).sum(-1),
+            values=hidden[token_at - 1, VOCABULARY],
+            scores=hidden[ends - 1, VOCABULARY],
+        )
+
+
+def run(objective: Objective, pieces: list[RolloutBatch]) -> tuple[float, tuple[torch.Tensor, ...], dict[str, float]]:
+    """Loss, gradients and metrics added up over pieces."""
+    model = LinearModel()
+    total = 0.0
+    sums: dict[str, float] = {}
+    for piece in pieces:
+        loss, metrics = objective(model.outputs(piece), piece)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+        for name, value in metrics.items():
+            sums[name] = sums.get(name, 0.0) + value.item()
+    gradients = tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters)
+    return total, gradients, sums
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small lose by being shared out over threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def batch() -> RolloutBatch:
+    return ragged_batch(list(range(1, 98)), fully_masked=(FULLY_MASKED,))
+
+
+def objectives(batch: RolloutBatch, aggregation: Aggregation) -> tuple[Objective, ...]:
+    counts = batch.counts
+    return (
+        PolicyObjective(counts=counts, aggregation=aggregation, entropy_coeff=0.01, kl_loss_coef=0.1),
+        ValueObjective(counts=counts, aggregation=aggregation),
+        LikelihoodObjective(counts=counts, aggregation=aggregation),
+        BernoulliRewardObjective(counts=counts),
+    )
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_loss_and_gradient_do_not_depend_on_dp_or_micro_batch(
+    batch: RolloutBatch, aggregation: Aggregation, micro_batch: int
+) -> None:
+    whole = [run(objective, [batch]) for objective in objectives(batch, aggregation)]
+    for dp in (1, 2, 3, 4, 6, 7):
+        pieces = [micro for share in batch.shares(dp) for micro in share.micro_batches(micro_batch)]
+        for objective, expected in zip(objectives(batch, aggregation), whole, strict=True):
+            loss, gradients, metrics = run(objective, pieces)
+            assert loss == pytest.approx(expected[0], rel=1e-12)
+            for gradient, of_whole in zip(gradients, expected[1], strict=True):
+                torch.testing.assert_close(gradient, of_whole, rtol=1e-12, atol=1e-12 * of_whole.abs().max().item())
+            assert metrics == pytest.approx(expected[2], rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+def test_a_fully_masked_sample_changes_nothing(batch: RolloutBatch, aggregation: Aggregation) -> None:
+    without = batch.select([i for i in range(batch.num_samples) if i != FULLY_MASKED])
+    for with_it, alone in zip(objectives(batch, aggregation), objectives(without, aggregation), strict=True):
+        assert with_it == alone
+        loss, gradients, _ = run(with_it, [batch])
+        expected_loss, expected_gradients, _ = run(alone, [without])
+        assert loss == pytest.approx(expected_loss, rel=1e-12)
+        for gradient, expected in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("aggregation", [Aggregation.TOKEN_MEAN, Aggregation.SEQUENCE_MEAN])
+def test_counts_of_a_share_in_place_of_the_batch_would_be_noticed(
+    batch: RolloutBatch, aggregation: Aggregation
+) -> None:
+    whole, _, _ = run(LikelihoodObjective(counts=batch.counts, aggregation=aggregation), [batch])
+    averaged = 0.0
+    for share in batch.shares(3):
+        averaged += run(LikelihoodObjective(counts=share.counts, aggregation=aggregation), [share])[0] / 3
+    assert abs(averaged - whole) > 1e-6 * abs(whole)
