@@ -208,10 +208,10 @@ class Generator:
 
     def _check(self, requests: Sequence[Request], params: SamplingParams) -> None:
         for request in requests:
-            needed = len(request.tokens) + params.max_new_tokens
-            if not len(request.tokens) or needed > self._max_length:
+            length, new = len(request.tokens), params.max_new_tokens
+            if not length or length + new > self._max_length:
                 raise InputError(
-                    f"prompt {request.place} has {len(request.tokens)} tokens and may get {params.max_new_tokens} new ones; "
+                    f"prompt {request.place} has {length} tokens and may get {new} new ones; "
                     f"a prompt has at least 1 token, and both together are at most {self._max_length}"
                 )
 
