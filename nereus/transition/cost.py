@@ -6,6 +6,7 @@ over the holders of a rank, and a device is served inside its node where the nod
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping
 
@@ -14,7 +15,7 @@ import numpy as np
 from nereus.cluster import Cluster, Link
 from nereus.model import ModelSpec
 from nereus.plan import Layout, StagePlan
-from nereus.transition.overlap import FloatArray, IntArray, allocated, held, overlap
+from nereus.transition.overlap import BoolArray, FloatArray, IntArray, allocated, held, overlap
 from nereus.transition.primitives import TransitionDag
 
 HEADROOM = 0.10
@@ -110,17 +111,30 @@ class Buffers:
     devices: IntArray
     ranks: IntArray
 
-    @classmethod
-    def of(cls, stage_plan: StagePlan) -> "Buffers":
-        count, size = stage_plan.dp, stage_plan.layout.num_ranks
-        devices = np.fromiter(itertools.chain.from_iterable(stage_plan.units), dtype=np.int64, count=count * size)
-        return cls(stage_plan.layout, devices, np.tile(np.arange(size), count))
+    @staticmethod
+    def of(stage_plan: StagePlan) -> "Buffers":
+        """The buffers of every unit, unit after unit. Do not modify."""
+        return _buffers_of(stage_plan)
 
     def rank_table(self, size: int) -> IntArray:
         """[size]: rank of each device id, -1 where it holds none."""
         table = np.full(size, -1)
         table[self.devices] = self.ranks
         return table
+
+    def where(self, chosen: BoolArray) -> "Buffers":
+        """The buffers marked in `chosen` [n]."""
+        return Buffers(self.layout, self.devices[chosen], self.ranks[chosen])
+
+
+@functools.lru_cache(maxsize=64)
+def _buffers_of(stage_plan: StagePlan) -> Buffers:
+    count, size = stage_plan.dp, stage_plan.layout.num_ranks
+    devices = np.fromiter(itertools.chain.from_iterable(stage_plan.units), dtype=np.int64, count=count * size)
+    return Buffers(stage_plan.layout, devices, np.arange(count * size) % size)
+
+
+NO_BUFFERS = Buffers(Layout(), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -167,7 +181,7 @@ def transfer_load(state: StageState, source: Buffers, target: Buffers, *, device
         _busiest_sender(intra, share, target, holders) / rates.intra_node_bytes_per_s,
         _busiest_sender(inter, share, target, holders) / rates.inter_node_bytes_per_s,
     )
-    node_bytes = np.bincount(devices.node[target.devices], weights=inter, minlength=num_nodes)
+    node_bytes = np.bincount(devices.node[target.devices], weights=inter, minlength=num_nodes).astype(np.float64)
     node_s = float(node_bytes.max()) / rates.node_bytes_per_s if rates.node_bytes_per_s else 0.0
     return Load(rates.setup_s + max(receive_s, send_s, node_s, copy_s), total, node_bytes)
 

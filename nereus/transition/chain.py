@@ -1,0 +1,158 @@
+"""The operations of one changed model-stage: Split -> Destroy -> Extend -> Merge, or Reshard which fuses them. Pure.
+
+A chain goes through the largest common sub-layout: every device splits what it holds into a shard of that layout (a
+union of the boxes of both sides), new devices get such shards, and every rank then narrows its own. A Reshard sends
+each target rank only the boxes it lacks. No step of a chain can send less to a device than the Reshard does, and each
+step that sends sets up a group of its own, so a chain is kept only where it is one step long: then both cost the same.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from nereus.plan import StagePlan
+from nereus.transition.cost import NO_BUFFERS, Buffers, DeviceTable, Load, Rates, transfer_load
+from nereus.transition.diff import Change
+from nereus.transition.overlap import IntArray, common_layout, enclosing_ranks
+from nereus.transition.primitives import Operation, Primitive, Unit
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Step:
+    """An operation not yet placed in the global order, its load, and its buffers as arrays.
+
+    acquires, releases: the buffers it allocates at its start and frees at its end.
+    readers: [n] devices of its sources.
+    """
+
+    operation: Operation
+    load: Load
+    acquires: Buffers
+    releases: Buffers
+    readers: IntArray
+
+
+def destroy_step(change: Change, released: Buffers, *, table: DeviceTable, rates: Rates) -> Step:
+    """Free some of the change's own buffers."""
+    assert change.current_plan is not None
+    layout, stage, freed = released.layout, change.model_stage, tuple(released.devices.tolist())
+    units = change.current_plan.units
+    if len(freed) < change.current_plan.dp * layout.num_ranks:
+        losing = frozenset(freed)
+        units = tuple(unit for unit in units if not losing.isdisjoint(unit))
+    operation = Operation(-1, Primitive.DESTROY, stage, stage, layout, units, layout, (), releases=freed)
+    load = Load(rates.destroy_s, 0, np.zeros(len(table.host_bytes)))
+    return Step(operation, load, NO_BUFFERS, released, NO_BUFFERS.devices)
+
+
+def building_steps(change: Change, *, table: DeviceTable, rates: Rates, fuse: bool = True) -> tuple[Step, ...]:
+    """What must run before the change's new units are whole; empty where it acquires nothing.
+
+    fuse: False keeps to Split, Extend and Merge even where a Reshard is cheaper (but for a model-stage that reads the
+        units of another: buffers of two model-stages do not form one unit).
+    """
+    if not change.acquires:
+        return ()
+    if change.source.layout == change.target.layout:
+        return (_extend(change, table, rates),)
+    if not fuse and change.source_stage == change.model_stage:
+        return _unfused(change, table, rates)
+    source, units = Buffers.of(change.source), change.source.units
+    primitive = _fused_primitive(change, source, table)
+    return (_step(change, primitive, source, units, change.target, change.units_to_build, table=table, rates=rates),)
+
+
+def _step(
+    change: Change,
+    primitive: Primitive,
+    source: Buffers,
+    sources: tuple[Unit, ...],
+    target: Buffers,
+    targets: tuple[Unit, ...],
+    *,
+    table: DeviceTable,
+    rates: Rates,
+    releases: Buffers = NO_BUFFERS,
+) -> Step:
+    """The step that assembles the buffers `target`, part of the units `targets`, from those of the units `sources`."""
+    operation = Operation(
+        -1, primitive, change.model_stage, change.source_stage, source.layout, sources, target.layout,
+        targets, tuple(target.devices.tolist()), tuple(releases.devices.tolist()),
+    )  # fmt: skip
+    load = transfer_load(change.state, source, target, devices=table, rates=rates)
+    return Step(operation, load, target, releases, source.devices)
+
+
+def _extend(change: Change, table: DeviceTable, rates: Rates) -> Step:
+    """New replicas of a layout that lives; as many units send as are built, near ones first."""
+    targets, new = change.units_to_build, change.new_buffers
+    sources = near_units(change.source.units, new.devices, len(targets), table)
+    source = Buffers.of(change.source if sources is change.source.units else StagePlan(change.source.layout, sources))
+    return _step(change, Primitive.EXTEND, source, sources, new, targets, table=table, rates=rates)
+
+
+def near_units(units: tuple[Unit, ...], receivers: IntArray, count: int, table: DeviceTable) -> tuple[Unit, ...]:
+    """`count` of the units at most, those that start on a node of a receiver first."""
+    if count >= len(units):
+        return units
+    nodes = set(table.node[receivers].tolist())
+    return tuple(sorted(units, key=lambda unit: int(table.node[unit[0]]) not in nodes)[:count])
+
+
+def _fused_primitive(change: Change, source: Buffers, table: DeviceTable) -> Primitive:
+    """SPLIT or MERGE where the fused move is exactly that, else RESHARD."""
+    common = common_layout(source.layout, change.target.layout)
+    own = source.rank_table(table.size)[change.target.devices]
+    if common not in (source.layout, change.target.layout) or (own < 0).any():
+        return Primitive.RESHARD
+    held = enclosing_ranks(source.layout, common)[own]
+    needed = enclosing_ranks(change.target.layout, common)[change.target.ranks]
+    if (held != needed).any():
+        return Primitive.RESHARD
+    return Primitive.MERGE if common == source.layout else Primitive.SPLIT
+
+
+def _unfused(change: Change, table: DeviceTable, rates: Rates) -> tuple[Step, ...]:
+    """Split to the common layout, Extend it to new devices, Merge to the target layout; steps without work left out.
+
+    Buffers of the common layout that no target keeps are scratch: the Extend frees those it alone has read, the Merge
+    the others.
+    """
+    common = common_layout(change.source.layout, change.target.layout)
+    held = Buffers.of(change.source)
+    needed = Buffers(
+        common, change.target.devices, enclosing_ranks(change.target.layout, common)[change.target.ranks]
+    )  # fmt: skip
+    at_source = Buffers(common, held.devices, enclosing_ranks(held.layout, common)[held.ranks])
+    lacking = at_source.rank_table(table.size)[needed.devices] != needed.ranks
+    splits, merges = common != held.layout, common != change.target.layout
+    steps: list[Step] = []
+
+    def add(
+        primitive: Primitive, source: Buffers, sources: tuple[Unit, ...], target: Buffers, targets: tuple[Unit, ...],
+        *, releases: Buffers = NO_BUFFERS,
+    ) -> None:  # fmt: skip
+        steps.append(
+            _step(change, primitive, source, sources, target, targets, table=table, rates=rates, releases=releases)
+        )
+
+    if splits:
+        made = at_source if lacking.any() else needed
+        add(Primitive.SPLIT, held, change.source.units, made, _units_of(made))
+    if lacking.any():
+        surplus = needed.rank_table(table.size)[at_source.devices] != at_source.ranks
+        new = needed.where(lacking)
+        building = frozenset(new.devices.tolist())
+        targets = tuple(unit for unit in _units_of(needed) if not building.isdisjoint(unit))
+        freed = at_source.where(surplus) if splits else NO_BUFFERS
+        add(Primitive.EXTEND, at_source, _units_of(at_source), new, targets, releases=freed)
+    if merges and change.target_plan is not None:
+        freed = needed if splits else needed.where(lacking)
+        add(Primitive.MERGE, needed, _units_of(needed), change.target, change.target_plan.units, releases=freed)
+    return tuple(steps)
+
+
+def _units_of(buffers: Buffers) -> tuple[Unit, ...]:
+    """Units made of buffers that hold every rank equally often."""
+    by_rank = [buffers.devices[buffers.ranks == rank].tolist() for rank in range(buffers.layout.num_ranks)]
+    return tuple(zip(*by_rank, strict=True))

@@ -1,0 +1,41 @@
+"""From two placed plans to one ordered DAG for all model-stages. Pure.
+
+    diff -> per model-stage what appears, disappears and can be read
+         -> shadow: old and new whole until one commit      (where both fit)
+         -> in place: release before acquire, staged in host memory where nothing can be released first
+         -> Infeasible(reason)
+
+The mode holds for the whole transition. Devices of the target units are taken as given; `assignment.assign` chooses
+them beforehand.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from nereus.plan import ModelStage, Plan
+from nereus.transition.cost import DeviceTable, Rates, StageState
+from nereus.transition.diff import diff
+from nereus.transition.primitives import Infeasible, Mode, TransitionDag
+from nereus.transition.shadow import shadow_dag
+
+
+def build_dag(
+    current: Plan,
+    target: Plan,
+    *,
+    states: Mapping[ModelStage, StageState],
+    table: DeviceTable,
+    rates: Rates,
+    lost: Iterable[int] = (),
+    fuse: bool = True,
+) -> TransitionDag | Infeasible:
+    """The operations that turn `current` into `target`, ordered, in the mode that memory allows; or why not.
+
+    lost: devices whose state is gone. fuse: False keeps to Split, Extend and Merge in a shadow transition.
+    """
+    dead = frozenset(lost)
+    changes = diff(current, target, states=states, lost=dead)
+    if isinstance(changes, Infeasible):
+        return changes
+    if not changes:
+        return TransitionDag(current, target, Mode.SHADOW)
+    return shadow_dag(current, target, changes, states=states, table=table, rates=rates, fuse=fuse)

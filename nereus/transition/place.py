@@ -1,0 +1,35 @@
+"""Gives the steps of a transition their place in the global order. Pure."""
+
+import dataclasses
+
+from nereus.plan import Plan
+from nereus.transition.chain import Step
+from nereus.transition.primitives import Edge, EdgeKind, Mode, Operation, TransitionDag
+
+
+class Placer:
+    """Collects operations in the order they will run; an edge can only point backwards, so there is no cycle."""
+
+    def __init__(self, current: Plan, target: Plan, mode: Mode) -> None:
+        self._plans = current, target
+        self._mode = mode
+        self._operations: list[Operation] = []
+        self._edges: list[Edge] = []
+        self._seconds: list[float] = []
+
+    def add(self, step: Step, *, local: tuple[int, ...] = (), resource: tuple[int, ...] = ()) -> int:
+        """Place a step last; returns its id. An edge that is both local and resource counts as local."""
+        index = len(self._operations)
+        self._operations.append(dataclasses.replace(step.operation, id=index))
+        self._edges.extend(Edge(before, index, EdgeKind.LOCAL) for before in dict.fromkeys(local))
+        self._edges.extend(
+            Edge(before, index, EdgeKind.RESOURCE) for before in dict.fromkeys(resource) if before not in local
+        )
+        self._seconds.append(step.load.seconds)
+        return index
+
+    def dag(self) -> TransitionDag:
+        current, target = self._plans
+        return TransitionDag(
+            current, target, self._mode, tuple(self._operations), tuple(self._edges), tuple(self._seconds)
+        )  # fmt: skip
