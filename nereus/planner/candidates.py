@@ -1,0 +1,199 @@
+"""The ways one model-stage can run, as parallel arrays: what each costs, needs and holds.
+
+A row is a choice of layout, dp, micro-batch and recomputation on one kind of block (`Region`). The arrays are what the
+search filters and sorts; a `Candidate` is one row, taken out. Nothing here knows how rows were priced.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from nereus.plan import Layout, ModelStage
+from nereus.planner.memory import Recompute
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+RECOMPUTES = tuple(Recompute)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run a model-stage.
+
+    wave_seconds: seconds in each wave of the workflow (zero where it has no task).
+    active_bytes, idle_bytes: on its fullest device while its tasks run, and while those of others do.
+    shared_active_bytes, shared_idle_bytes: the same where its role's training model-stage holds the parameters.
+    region: index of the kind of block it was priced on.
+    """
+
+    layout: Layout
+    dp: int
+    micro_batch: int
+    recompute: Recompute
+    wave_seconds: tuple[float, ...]
+    active_bytes: int
+    idle_bytes: int
+    shared_active_bytes: int
+    shared_idle_bytes: int
+    region: int = 0
+
+    @property
+    def num_devices(self) -> int:
+        return self.layout.num_ranks * self.dp
+
+    @property
+    def num_groups(self) -> int:
+        """Tensor-parallel groups, each of which must lie in one node."""
+        return self.layout.pp * self.dp
+
+    @property
+    def shape(self) -> str:
+        return f"d{self.dp}{self.layout}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """All candidates of one model-stage; `seconds` is [rows, waves], the others are [rows]."""
+
+    model_stage: ModelStage
+    tp: Ints
+    pp: Ints
+    dp: Ints
+    micro_batch: Ints
+    recompute: Ints
+    region: Ints
+    seconds: Floats
+    active: Ints
+    idle: Ints
+    shared_active: Ints
+    shared_idle: Ints
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    @property
+    def num_devices(self) -> Ints:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def total_seconds(self) -> Floats:
+        total: Floats = self.seconds.sum(axis=1)
+        return total
+
+    def take(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "Candidates":
+        """The candidates at some rows, in that order."""
+        columns = {f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self) if f.name != "model_stage"}
+        return Candidates(self.model_stage, **columns)
+
+    def __getitem__(self, row: int) -> Candidate:
+        return Candidate(
+            layout=Layout(tp=int(self.tp[row]), pp=int(self.pp[row])),
+            dp=int(self.dp[row]),
+            micro_batch=int(self.micro_batch[row]),
+            recompute=RECOMPUTES[int(self.recompute[row])],
+            wave_seconds=tuple(self.seconds[row].tolist()),
+            active_bytes=int(self.active[row]),
+            idle_bytes=int(self.idle[row]),
+            shared_active_bytes=int(self.shared_active[row]),
+            shared_idle_bytes=int(self.shared_idle[row]),
+            region=int(self.region[row]),
+        )
+
+    @classmethod
+    def of(cls, model_stage: ModelStage, rows: Iterable[Candidate], *, num_waves: int) -> "Candidates":
+        listed = list(rows)
+
+        def ints(values: Iterable[int]) -> Ints:
+            return np.array(list(values), dtype=np.int64)
+
+        return cls(
+            model_stage,
+            tp=ints(c.layout.tp for c in listed),
+            pp=ints(c.layout.pp for c in listed),
+            dp=ints(c.dp for c in listed),
+            micro_batch=ints(c.micro_batch for c in listed),
+            recompute=ints(RECOMPUTES.index(c.recompute) for c in listed),
+            region=ints(c.region for c in listed),
+            seconds=np.array([c.wave_seconds for c in listed], dtype=np.float64).reshape(len(listed), num_waves),
+            active=ints(c.active_bytes for c in listed),
+            idle=ints(c.idle_bytes for c in listed),
+            shared_active=ints(c.shared_active_bytes for c in listed),
+            shared_idle=ints(c.shared_idle_bytes for c in listed),
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["Candidates"]) -> "Candidates":
+        names = [f.name for f in dataclasses.fields(cls) if f.name != "model_stage"]
+        return cls(parts[0].model_stage, **{name: np.concatenate([getattr(p, name) for p in parts]) for name in names})
+
+
+def best_settings(candidates: Candidates) -> Candidates:
+    """Without the micro-batch and recomputation settings that another of the same shape and region dominates.
+
+    Dominated: no better in the seconds of any wave nor in active bytes (idle bytes do not depend on the setting).
+    Of equal ones the first stays.
+    """
+    if not len(candidates):
+        return candidates
+    order = np.lexsort(
+        (
+            candidates.active,
+            candidates.total_seconds,
+            candidates.region,
+            candidates.dp,
+            candidates.pp,
+            candidates.tp,
+        )
+    )
+    ordered = candidates.take(order)
+    key = np.stack([ordered.tp, ordered.pp, ordered.dp, ordered.region])
+    starts = np.flatnonzero(np.concatenate([[True], (key[:, 1:] != key[:, :-1]).any(axis=0)]))
+    bounds = [*starts.tolist(), len(ordered)]
+    keep: list[int] = []
+    seconds, active, shared = ordered.seconds, ordered.active.tolist(), ordered.shared_active.tolist()
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        kept: list[int] = []
+        for row in range(first, last):
+            dominated = any(
+                active[k] <= active[row] and shared[k] <= shared[row] and bool((seconds[k] <= seconds[row]).all())
+                for k in kept
+            )
+            if not dominated:
+                kept.append(row)
+        keep.extend(kept)
+    return ordered.take(np.array(keep, dtype=np.int64))
+
+
+def frontier(candidates: Candidates, *, slack_s: float = 0.0) -> Candidates:
+    """Without the candidates that another of the same region dominates whatever the rest of the plan is.
+
+    Dominated: no better in seconds, devices, active and idle bytes, while the other's tensor-parallel size divides
+    its own, so that the other fits wherever it did. `slack_s` is how much the other may lose elsewhere (weight
+    synchronization is a cost of a pair of layouts): it must be faster by that much.
+    """
+    if len(candidates) < 2:
+        return candidates
+    ordered = candidates.take(np.lexsort((candidates.idle, candidates.active, candidates.total_seconds)))
+    devices, keep = ordered.num_devices, np.zeros(len(ordered), dtype=np.int64)
+    count = 0
+    for row in range(len(ordered)):
+        kept = keep[:count]
+        worse = (
+            (devices[kept] <= devices[row])
+            & (ordered.active[kept] <= ordered.active[row])
+            & (ordered.idle[kept] <= ordered.idle[row])
+            & (ordered.region[kept] == ordered.region[row])
+            & (ordered.tp[row] % ordered.tp[kept] == 0)
+            & (ordered.seconds[kept] + slack_s <= ordered.seconds[row]).all(axis=1)
+        )
+        if slack_s:
+            worse &= (ordered.active[kept] <= ordered.shared_active[row]) & (
+                ordered.idle[kept] <= ordered.shared_idle[row]
+            )
+        if not worse.any():
+            keep[count] = row
+            count += 1
+    return ordered.take(keep[:count])
