@@ -19,7 +19,6 @@ __all__ = [
     "ValueTerms",
     "clipped_policy_terms",
     "clipped_value_terms",
-    "sequence_weights",
     "token_weights",
 ]
 
@@ -50,11 +49,6 @@ def token_weights(
         return mask / max(counts.sequences, 1)
     of_sequence = batch.valid_lengths.clamp(min=1)[batch.sample_of_token]
     return mask / of_sequence / max(counts.sequences, 1)
-
-
-def sequence_weights(batch: RolloutBatch, counts: GlobalCounts, *, dtype: torch.dtype) -> torch.Tensor:
-    """[N]: the weight of each sample in a loss by sequence; zero where every token is masked."""
-    return (batch.valid_lengths > 0).to(dtype) / max(counts.sequences, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from nereus.algorithms.losses import (
     Aggregation,
     clipped_policy_terms,
     clipped_value_terms,
-    sequence_weights,
     token_weights,
 )
 from nereus.algorithms.types import GlobalCounts, OutputKind, Outputs
@@ -151,10 +150,10 @@ class BernoulliRewardObjective(Objective):
         kept = micro.valid_lengths > 0
         logits = outputs.scores[kept]
         labels = micro.column("scores")[kept].to(logits.dtype)
-        weights = sequence_weights(micro, self.counts, dtype=logits.dtype)[kept]
-        loss = (weights * binary_cross_entropy_with_logits(logits, labels, reduction="none")).sum()
+        num_sequences = max(self.counts.sequences, 1)
+        loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / num_sequences
         right = ((logits > 0) == (labels > 0.5)).to(logits.dtype)
-        return loss, detached({"reward/loss": loss, "reward/accuracy": (weights * right).sum()})
+        return loss, detached({"reward/loss": loss, "reward/accuracy": right.sum() / num_sequences})
 
 
 def token_mean(column: torch.Tensor, counts: GlobalCounts) -> torch.Tensor:
