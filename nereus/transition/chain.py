@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from nereus.plan import StagePlan
+from nereus.plan import Layout, ModelStage, StagePlan
 from nereus.transition.cost import NO_BUFFERS, Buffers, DeviceTable, Load, Rates, transfer_load
 from nereus.transition.diff import Change
 from nereus.transition.overlap import IntArray, common_layout, enclosing_ranks
@@ -43,6 +43,42 @@ def destroy_step(change: Change, released: Buffers, *, table: DeviceTable, rates
     operation = Operation(-1, Primitive.DESTROY, stage, stage, layout, units, layout, (), releases=freed)
     load = Load(rates.destroy_s, 0, np.zeros(len(table.host_bytes)))
     return Step(operation, load, NO_BUFFERS, released, NO_BUFFERS.devices)
+
+
+def offload_step(change: Change, layout: Layout, unit: Unit, *, table: DeviceTable, rates: Rates) -> Step:
+    """Copy a unit to the host memory of its nodes."""
+    stage = change.model_stage
+    operation = Operation(-1, Primitive.OFFLOAD, stage, stage, layout, (unit,), layout, ())
+    seconds = float(change.state.buffer_bytes(layout).max()) / rates.host_bytes_per_s
+    load = Load(seconds, 0, np.zeros(len(table.host_bytes)))
+    return Step(operation, load, NO_BUFFERS, NO_BUFFERS, np.array(unit, dtype=np.int64))
+
+
+def unit_step(
+    change: Change,
+    unit: Unit,
+    new: Buffers,
+    *,
+    source_stage: ModelStage,
+    source_layout: Layout,
+    source: Unit,
+    in_host: bool,
+    table: DeviceTable,
+    rates: Rates,
+) -> Step:
+    """Build the buffers `new` of one target unit from one unit that lives, on devices or in host memory."""
+    primitive = Primitive.EXTEND if source_layout == new.layout else Primitive.RESHARD
+    held = Buffers.of(StagePlan(source_layout, (source,)))
+    load = transfer_load(change.state, held, new, devices=table, rates=rates)
+    if in_host:
+        primitive = Primitive.RELOAD
+        seconds = float(change.state.buffer_bytes(source_layout).max()) / rates.host_bytes_per_s
+        load = dataclasses.replace(load, seconds=load.seconds + seconds)
+    operation = Operation(
+        -1, primitive, change.model_stage, source_stage, source_layout, (source,), new.layout, (unit,),
+        tuple(new.devices.tolist()),
+    )  # fmt: skip
+    return Step(operation, load, new, NO_BUFFERS, held.devices)
 
 
 def building_steps(change: Change, *, table: DeviceTable, rates: Rates, fuse: bool = True) -> tuple[Step, ...]:

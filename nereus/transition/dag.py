@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from nereus.plan import ModelStage, Plan
 from nereus.transition.cost import DeviceTable, Rates, StageState
 from nereus.transition.diff import diff
+from nereus.transition.in_place import in_place_dag
 from nereus.transition.primitives import Infeasible, Mode, TransitionDag
 from nereus.transition.shadow import shadow_dag
 
@@ -38,4 +39,10 @@ def build_dag(
         return changes
     if not changes:
         return TransitionDag(current, target, Mode.SHADOW)
-    return shadow_dag(current, target, changes, states=states, table=table, rates=rates, fuse=fuse)
+    shadow = shadow_dag(current, target, changes, states=states, table=table, rates=rates, fuse=fuse)
+    if not isinstance(shadow, Infeasible):
+        return shadow
+    in_place = in_place_dag(current, target, changes, states=states, table=table, rates=rates, lost=dead)
+    if not isinstance(in_place, Infeasible):
+        return in_place
+    return Infeasible(f"shadow: {shadow.reason}; in place: {in_place.reason}")
