@@ -47,31 +47,31 @@ class Completion:
 class _Step:
     """What one forward pass of a lane computes: a token for each slot in use, then whole prompts of new slots.
 
-    tokens, slots, positions [T]; sampled_rows: rows of the tokens whose successors are sampled, None for all.
+    tokens, positions [T]; rows [T, heads]: cache rows; sampled: which tokens' successors are sampled, None for all.
     """
 
     tokens: torch.Tensor
-    slots: torch.Tensor
+    rows: torch.Tensor
     positions: torch.Tensor
     num_decode: int
     longest: int
     prompts: Packing | None
-    sampled_rows: torch.Tensor | None
+    sampled: torch.Tensor | None
 
 
 class _Lane:
     """Slots that step together: which sequence each holds and how far it is. Scheduling only, no computation."""
 
     def __init__(self, cache: KvCache, params: SamplingParams):
-        num_slots, length = cache.bias.shape
-        device = cache.bias.device
+        num_slots, device = cache.num_slots, cache.bias.device
         self.cache, self._params = cache, params
         self.requests: list[int] = []  # of each slot in use, its place in the call's list of requests
         self.positions = torch.zeros(num_slots, dtype=torch.int64, device=device)  # of the last token
         self.limits = torch.zeros_like(self.positions)  # position at which a sequence is cut
         self.keys = torch.zeros_like(self.positions)
-        self.history = torch.zeros(num_slots, length, dtype=torch.int64, device=device)
+        self.history = torch.zeros(num_slots, cache.length, dtype=torch.int64, device=device)
         self._all_slots = torch.arange(num_slots, device=device)
+        self._all_rows = cache.rows_of(self._all_slots)
         self._stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
         self._num_slots, self._longest, self._steps_to_limit = num_slots, 0, 0
 
@@ -81,27 +81,26 @@ class _Lane:
 
     def next_step(self, admitted: Sequence[tuple[int, Request]]) -> _Step:
         """Place new requests behind the slots in use and say what to compute next."""
-        n = len(self.requests)
-        slots, positions = self._all_slots[:n], self.positions[:n]
+        n, longest = len(self.requests), self._longest + 1
+        slots, rows, positions = self._all_slots[:n], self._all_rows[:n], self.positions[:n]
         tokens = self.history[slots, positions]
-        self.cache.show(slots, positions)
+        self.cache.show(rows, positions.unsqueeze(1))
         if not admitted:
-            return _Step(tokens, slots, positions, n, self._longest + 1, None, None)
-        longest = self._longest + 1
-        new_slots, new_tokens, prompts = self._place(admitted)
-        counts = torch.tensor(prompts.lengths, device=tokens.device)
+            return _Step(tokens, rows, positions, n, longest, None, None)
+        new_tokens, new_rows, prompts = self._place(admitted)
+        last = n - 1 + torch.tensor(prompts.lengths, device=tokens.device).cumsum(0)
         return _Step(
-            torch.cat((tokens, new_tokens)),
-            torch.cat((slots, new_slots)),
-            torch.cat((positions, prompts.positions)),
-            n,
-            longest,
-            prompts,
-            torch.cat((slots, n + counts.cumsum(0) - 1)),
+            tokens=torch.cat((tokens, new_tokens)),
+            rows=torch.cat((rows, new_rows)),
+            positions=torch.cat((positions, prompts.positions)),
+            num_decode=n,
+            longest=longest,
+            prompts=prompts,
+            sampled=torch.cat((slots, last)),
         )
 
     def _place(self, admitted: Sequence[tuple[int, Request]]) -> tuple[torch.Tensor, torch.Tensor, Packing]:
-        """Give new requests the next slots; their slots [P], tokens [P] and packing over all prompt tokens."""
+        """Give new requests the next slots; tokens [P], cache rows [P, heads] and packing of all prompt tokens."""
         device, first = self.positions.device, len(self.requests)
         stop = first + len(admitted)
         prompts = Packing.of([len(request.tokens) for _, request in admitted], device)
@@ -115,11 +114,12 @@ class _Lane:
         self.limits[first:stop] = lengths - 1 + self._params.max_new_tokens
         self.history[slots, prompts.positions] = tokens
         self.cache.clear(first, stop)
-        self.cache.show(slots, prompts.positions)
+        rows = self._all_rows[slots]
+        self.cache.show(rows, prompts.positions.unsqueeze(1))
         self.requests += [place for place, _ in admitted]
         self._longest = max(self._longest, prompts.longest - 1)
         self._steps_to_limit = min(self._steps_to_limit or self._params.max_new_tokens, self._params.max_new_tokens)
-        return slots, tokens, prompts
+        return tokens, rows, prompts
 
     def take(self, tokens: torch.Tensor) -> list[tuple[int, tuple[int, ...], bool]]:
         """Append tokens, one a slot in use; (request, new tokens, stopped) of every sequence that ended."""
@@ -130,7 +130,7 @@ class _Lane:
         self._steps_to_limit -= 1
         if self._steps_to_limit and not self._params.stop_ids:
             return []
-        stopped = torch.isin(tokens, self._stops)
+        stopped = (tokens.unsqueeze(1) == self._stops).any(1)
         ended = (stopped | (positions >= self.limits[:n])).nonzero().squeeze(1).tolist()
         if not ended:
             return []
@@ -178,7 +178,7 @@ class Generator:
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values held now."""
-        return sum(t.numel() * t.element_size() for cache in self._caches for t in (cache.keys, cache.values))
+        return sum(cache.num_bytes for cache in self._caches)
 
     def release(self) -> None:
         """Free the cache; the next call takes it anew."""
@@ -250,8 +250,8 @@ class Generator:
             model,
             num_decode=step.num_decode,
             longest=step.longest,
-            slots=step.slots,
-            positions=step.positions,
+            rows=step.rows,
+            positions=step.positions.unsqueeze(1),
             prompts=step.prompts,
         )
         hidden = model.body(hidden, rope, attend)
@@ -260,8 +260,8 @@ class Generator:
             sent = pp.send(hidden.contiguous(), pp.rank + 1, tag=number)
             tokens = torch.empty(num_sampled, dtype=torch.int64, device=hidden.device)
             return _Flight(tokens, [sent], pp.irecv(tokens, pp.size - 1, tag=number))
-        if step.sampled_rows is not None:
-            hidden = hidden[step.sampled_rows]
+        if step.sampled is not None:
+            hidden = hidden[step.sampled]
         tokens = sampler(model.logits(hidden), lane.keys[:num_sampled], lane.positions[:num_sampled] + 1)
         return _Flight(tokens, [pp.send(tokens, stage, tag=number) for stage in range(pp.size - 1)], None)
 

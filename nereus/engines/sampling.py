@@ -70,7 +70,8 @@ class Sampler:
                 logits = logits.div_(params.temperature)
             if params.top_k or params.top_p < 1:
                 logits = restrict(logits, top_k=params.top_k, top_p=params.top_p, tp=self._tp)
-            logits = logits.add_(gumbel_noise(position_keys(sequence_keys, positions), self._token_keys))
+            waits = exponential_noise(position_keys(sequence_keys, positions), self._token_keys)
+            logits = logits.sub_(waits.to(logits.dtype).log_())  # minus the logarithm: Gumbel noise
         return self._argmax(logits)
 
     def _argmax(self, scores: torch.Tensor) -> torch.Tensor:
@@ -106,12 +107,12 @@ def position_keys(sequence_keys: torch.Tensor, positions: torch.Tensor) -> torch
     return _mix(sequence_keys + (positions + 1) * _signed(_GOLDEN))
 
 
-def gumbel_noise(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise [R, V] in float64 from position keys [R] and token keys [V]."""
+def exponential_noise(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Standard exponential noise [R, V] in float64 from position keys [R] and token keys [V]."""
     bits = _mix(keys.unsqueeze(1) + tokens)
     bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
     uniform = bits.double().add_(0.5).mul_(2.0**-52)  # exact, and never 0 or 1
-    return uniform.log_().neg_().log_().neg_()
+    return uniform.log_().neg_()
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

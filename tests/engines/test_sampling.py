@@ -13,7 +13,7 @@ from support import StoreFactory, run_threads
 from nereus.engines.sampling import (
     Sampler,
     SamplingParams,
-    gumbel_noise,
+    exponential_noise,
     position_keys,
     restrict,
     sequence_key,
@@ -83,7 +83,7 @@ def test_noise_equals_the_plain_python_formula() -> None:
     sequences = [(0, 0, 0), (7, 3, 1), (2**40, 10**6, 255)]
     keys = torch.tensor([sequence_key(*sequence) for sequence in sequences])
     positions = torch.tensor([0, 5, 8191])
-    noise = gumbel_noise(position_keys(keys, positions), token_keys(100, 50, CPU))
+    noise = -exponential_noise(position_keys(keys, positions), token_keys(100, 50, CPU)).log()
     expected = [
         [python_noise(*sequence, position, 100 + token) for token in range(50)]
         for sequence, position in zip(sequences, positions.tolist(), strict=True)
@@ -93,7 +93,7 @@ def test_noise_equals_the_plain_python_formula() -> None:
 
 def test_noise_has_the_moments_of_a_gumbel_distribution_and_no_correlation_between_neighbours() -> None:
     keys = position_keys(keys_of(64).repeat_interleave(64), torch.arange(64).repeat(64))
-    noise = gumbel_noise(keys, token_keys(0, 256, CPU))  # [sequence * position, token], a million draws
+    noise = -exponential_noise(keys, token_keys(0, 256, CPU)).log()  # [sequence * position, token], a million draws
     assert abs(noise.mean().item() - 0.5772156649) < 0.006
     assert abs(noise.var().item() - math.pi**2 / 6) < 0.02
     centred = (noise - noise.mean()).view(64, 64, 256)
