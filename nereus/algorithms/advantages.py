@@ -25,11 +25,6 @@ def kl_k1(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Ten
     return logprobs - reference_logprobs
 
 
-def kl_abs(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """|log(p / q)|."""
-    return (logprobs - reference_logprobs).abs()
-
-
 def kl_k2(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
     """log(p / q)^2 / 2: biased, never negative."""
     return 0.5 * (logprobs - reference_logprobs).square()
@@ -41,16 +36,8 @@ def kl_k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Ten
     return (log_ratio.exp() - log_ratio - 1.0).clamp(-K3_BOUND, K3_BOUND)
 
 
-KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "k1": kl_k1,
-    "kl": kl_k1,
-    "abs": kl_abs,
-    "k2": kl_k2,
-    "mse": kl_k2,
-    "k3": kl_k3,
-    "low_var_kl": kl_k3,
-}
-"""Estimates by token, under Schulman's names and verl's."""
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+"""Estimates by token, under Schulman's names (verl's kl, mse and low_var_kl)."""
 
 
 def pad(column: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

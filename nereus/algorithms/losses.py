@@ -24,14 +24,14 @@ __all__ = [
 
 
 class Aggregation(enum.StrEnum):
-    """How losses by token become one number; verl's `loss_agg_mode`."""
+    """How losses by token become one number; `actor.loss_agg_mode`."""
 
     TOKEN_MEAN = "token-mean"
     """Every token that counts weighs the same."""
-    SEQUENCE_MEAN = "seq-mean-token-mean"
-    """Every sequence weighs the same, and within it every token."""
-    SEQUENCE_SUM = "seq-mean-token-sum"
-    """The mean over sequences of their sums over tokens."""
+    SEQUENCE_MEAN = "sequence-mean"
+    """Every sequence weighs the same, and within it every token; verl's seq-mean-token-mean."""
+    SEQUENCE_SUM = "sequence-sum"
+    """The mean over sequences of their sums over tokens; verl's seq-mean-token-sum."""
 
 
 def token_weights(

@@ -37,7 +37,7 @@ class PolicyObjective(Objective):
     clip_ratio_c: float = 3.0
     entropy_coeff: float = 0.0
     kl_loss_coef: float = 0.0
-    kl_loss_type: str = "low_var_kl"
+    kl_loss_type: str = "k3"
 
     @property
     def output(self) -> OutputKind:

@@ -1,7 +1,6 @@
 """Proximal policy optimization with a critic, generalized advantage estimation and a KL penalty in the reward."""
 
 import dataclasses
-import math
 import struct
 from typing import final
 
@@ -15,7 +14,7 @@ from nereus.algorithms.losses import Aggregation
 from nereus.algorithms.metrics import batch_metrics
 from nereus.algorithms.objectives import PolicyObjective, ValueObjective
 from nereus.algorithms.types import GlobalCounts, Sampling
-from nereus.errors import ConfigError
+from nereus.config import RunConfig
 from nereus.plan import Role
 
 __all__ = ["PPO", "PPOSettings", "cut_mini_batches", "global_permutation"]
@@ -23,10 +22,11 @@ __all__ = ["PPO", "PPOSettings", "cut_mini_batches", "global_permutation"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPOSettings:
-    """PPO's recipe keys, named and defaulted as in verl; `KEYS` has their sections.
+    """What PPO takes from a recipe, under the recipe's names, which are verl's. `RunConfig` has checked the bounds.
 
     ppo_mini_batch_size counts prompts: a mini-batch has at most ppo_mini_batch_size x n samples.
     kl_coef weighs the penalty in the reward, kl_loss_coef the term in the actor's loss; 0 leaves each out.
+    clip_ratio_low and clip_ratio_high replace clip_ratio below and above 1.
     critic_warmup: the first steps, in which only the critic is trained.
     """
 
@@ -35,7 +35,7 @@ class PPOSettings:
     gamma: float = 1.0
     lam: float = 1.0
     kl_coef: float = 0.001
-    kl_penalty: str = "kl"
+    kl_penalty: str = "k1"
     whiten_advantages: bool = True
     clip_ratio: float = 0.2
     clip_ratio_low: float | None = None
@@ -43,70 +43,32 @@ class PPOSettings:
     clip_ratio_c: float = 3.0
     entropy_coeff: float = 0.0
     kl_loss_coef: float = 0.0
-    kl_loss_type: str = "low_var_kl"
-    loss_agg_mode: str = Aggregation.TOKEN_MEAN.value
+    kl_loss_type: str = "k3"
+    loss_agg_mode: Aggregation = Aggregation.TOKEN_MEAN
     ppo_epochs: int = 1
     cliprange_value: float = 0.5
     critic_warmup: int = 0
 
-    def __post_init__(self) -> None:
-        """Raise ConfigError where a setting is out of its bounds."""
-        for name, (low, high) in BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                bound = f"must be in [{low:g}, {high:g}]" if math.isfinite(high) else f"must be at least {low:g}"
-                raise ConfigError(KEYS[name], f"{bound}, is {value:g}")
-        for name, valid in CHOICES.items():
-            value = getattr(self, name)
-            if value not in valid:
-                raise ConfigError(KEYS[name], f"is {value!r}; valid: {', '.join(valid)}")
-        if self.clip_ratio_c <= 1:
-            raise ConfigError(KEYS["clip_ratio_c"], f"must be above 1, is {self.clip_ratio_c:g}")
-
-
-KEYS = {
-    "n": "rollout.n",
-    "gamma": "algorithm.gamma",
-    "lam": "algorithm.lam",
-    "kl_coef": "algorithm.kl_coef",
-    "kl_penalty": "algorithm.kl_penalty",
-    "whiten_advantages": "algorithm.whiten_advantages",
-    "clip_ratio": "actor.clip_ratio",
-    "clip_ratio_low": "actor.clip_ratio_low",
-    "clip_ratio_high": "actor.clip_ratio_high",
-    "clip_ratio_c": "actor.clip_ratio_c",
-    "entropy_coeff": "actor.entropy_coeff",
-    "kl_loss_coef": "actor.kl_loss_coef",
-    "kl_loss_type": "actor.kl_loss_type",
-    "loss_agg_mode": "actor.loss_agg_mode",
-    "ppo_epochs": "actor.ppo_epochs",
-    "ppo_mini_batch_size": "actor.ppo_mini_batch_size",
-    "cliprange_value": "critic.cliprange_value",
-    "critic_warmup": "trainer.critic_warmup",
-}
-"""The recipe key of each setting, for whoever fills them and for messages."""
-
-BOUNDS: dict[str, tuple[float, float]] = {
-    "n": (1, math.inf),
-    "gamma": (0, 1),
-    "lam": (0, 1),
-    "kl_coef": (0, math.inf),
-    "clip_ratio": (0, 1),
-    "clip_ratio_low": (0, 1),
-    "clip_ratio_high": (0, math.inf),
-    "entropy_coeff": (-math.inf, math.inf),
-    "kl_loss_coef": (0, math.inf),
-    "ppo_epochs": (1, math.inf),
-    "ppo_mini_batch_size": (1, math.inf),
-    "cliprange_value": (0, math.inf),
-    "critic_warmup": (0, math.inf),
-}
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "kl_penalty": tuple(KL_ESTIMATORS),
-    "kl_loss_type": tuple(KL_ESTIMATORS),
-    "loss_agg_mode": tuple(a.value for a in Aggregation),
-}
+    @classmethod
+    def from_config(cls, config: RunConfig) -> "PPOSettings":
+        algorithm, actor = config.algorithm, config.actor
+        return cls(
+            n=config.rollout.n,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            kl_coef=algorithm.kl_coef if algorithm.use_kl_in_reward else 0.0,
+            kl_penalty=algorithm.kl_penalty,
+            whiten_advantages=algorithm.whiten_advantages,
+            clip_ratio=actor.clip_ratio,
+            entropy_coeff=actor.entropy_coeff,
+            kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+            kl_loss_type=actor.kl_loss_type,
+            loss_agg_mode=Aggregation(actor.loss_agg_mode),
+            ppo_epochs=actor.ppo_epochs,
+            ppo_mini_batch_size=actor.ppo_mini_batch_size,
+            cliprange_value=config.critic.cliprange_value,
+            critic_warmup=config.trainer.critic_warmup,
+        )
 
 
 @final
@@ -171,13 +133,14 @@ class PPO(Algorithm):
     def objective(self, role: Role, counts: GlobalCounts) -> Objective:
         assert role in (Role.ACTOR, Role.CRITIC), f"{role} is not trained"
         settings = self.settings
-        aggregation = Aggregation(settings.loss_agg_mode)
         if role is Role.CRITIC:
-            return ValueObjective(counts=counts, aggregation=aggregation, cliprange_value=settings.cliprange_value)
+            return ValueObjective(
+                counts=counts, aggregation=settings.loss_agg_mode, cliprange_value=settings.cliprange_value
+            )
         low, high = settings.clip_ratio_low, settings.clip_ratio_high
         return PolicyObjective(
             counts=counts,
-            aggregation=aggregation,
+            aggregation=settings.loss_agg_mode,
             clip_low=settings.clip_ratio if low is None else low,
             clip_high=settings.clip_ratio if high is None else high,
             clip_ratio_c=settings.clip_ratio_c,

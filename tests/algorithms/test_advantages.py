@@ -14,21 +14,19 @@ LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 
 
 @pytest.mark.parametrize(
-    ("names", "formula"),
+    ("name", "formula"),
     [
-        (("k1", "kl"), lambda p, q: p - q),
-        (("abs",), lambda p, q: abs(p - q)),
-        (("k2", "mse"), lambda p, q: (p - q) ** 2 / 2),
-        (("k3", "low_var_kl"), lambda p, q: math.exp(q - p) - 1 - (q - p)),
+        ("k1", lambda p, q: p - q),
+        ("k2", lambda p, q: (p - q) ** 2 / 2),
+        ("k3", lambda p, q: math.exp(q - p) - 1 - (q - p)),
     ],
 )
-def test_each_kl_estimate_is_its_formula_under_both_names(names: tuple[str, ...], formula: object) -> None:
+def test_each_kl_estimate_is_its_formula(name: str, formula: object) -> None:
     assert callable(formula)
     batch = ragged_batch([40])
     p, q = batch.column("old_logprobs"), batch.column("reference_logprobs")
     expected = torch.tensor([formula(a, b) for a, b in zip(p.tolist(), q.tolist(), strict=True)], dtype=torch.float64)
-    for name in names:
-        torch.testing.assert_close(KL_ESTIMATORS[name](p, q), expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(KL_ESTIMATORS[name](p, q), expected, rtol=1e-13, atol=1e-13)
 
 
 def test_k1_and_k3_estimate_the_exact_kl_of_two_distributions() -> None:

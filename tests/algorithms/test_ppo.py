@@ -7,10 +7,11 @@ import pytest
 import torch
 from rollout_cases import partly_masked, ragged_batch, rows_of
 
+from nereus.algorithms.advantages import KL_ESTIMATORS
 from nereus.algorithms.losses import Aggregation
 from nereus.algorithms.objectives import PolicyObjective, ValueObjective
-from nereus.algorithms.ppo import BOUNDS, CHOICES, KEYS, PPO, PPOSettings, cut_mini_batches, global_permutation
-from nereus.errors import ConfigError
+from nereus.algorithms.ppo import PPO, PPOSettings, cut_mini_batches, global_permutation
+from nereus.config import parse_config
 from nereus.plan import Role
 
 
@@ -118,7 +119,7 @@ def test_a_restart_on_another_machine_or_version_finds_the_same_order() -> None:
 
 def test_objectives_carry_the_settings_and_the_counts() -> None:
     batch = ragged_batch([2, 3])
-    algorithm = ppo(clip_ratio=0.1, clip_ratio_high=0.4, entropy_coeff=0.01, loss_agg_mode="seq-mean-token-sum")
+    algorithm = ppo(clip_ratio=0.1, clip_ratio_high=0.4, entropy_coeff=0.01, loss_agg_mode=Aggregation.SEQUENCE_SUM)
     actor = algorithm.objective(Role.ACTOR, batch.counts)
     critic = algorithm.objective(Role.CRITIC, batch.counts)
     assert isinstance(actor, PolicyObjective) and isinstance(critic, ValueObjective)
@@ -127,21 +128,51 @@ def test_objectives_carry_the_settings_and_the_counts() -> None:
     assert actor.counts == critic.counts == batch.counts
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "problem"),
-    [
-        ("gamma", 1.5, r"algorithm\.gamma: must be in \[0, 1\], is 1\.5"),
-        ("kl_penalty", "full", r"algorithm\.kl_penalty: is 'full'; valid: k1, kl"),
-        ("loss_agg_mode", "mean", r"actor\.loss_agg_mode: .*seq-mean-token-sum"),
-        ("clip_ratio_c", 1.0, r"actor\.clip_ratio_c: must be above 1"),
-        ("ppo_mini_batch_size", 0, r"actor\.ppo_mini_batch_size: must be at least 1"),
-    ],
-)
-def test_a_setting_out_of_bounds_names_key_bound_and_value(name: str, value: object, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        ppo(**{name: value})
+RECIPE = {
+    "model": {"path": "model"},
+    "data": {"train": "train.jsonl", "val": "val.jsonl", "train_batch_size": 64},
+    "rollout": {"n": 4},
+    "reward": {"function": "rewards.py:compute_score"},
+    "critic": {"cliprange_value": 0.3},
+    "trainer": {"critic_warmup": 2},
+}
 
 
-def test_every_setting_has_a_recipe_key() -> None:
-    names = {field.name for field in dataclasses.fields(PPOSettings)}
-    assert set(KEYS) == names and set(BOUNDS) | set(CHOICES) <= names
+def test_a_recipe_in_verl_names_gives_the_settings() -> None:
+    algorithm = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.01, "kl_penalty": "low_var_kl", "whiten_advantages": False}
+    actor: dict[str, object] = {"ppo_mini_batch_size": 16, "ppo_epochs": 2, "clip_ratio": 0.1, "entropy_coeff": 0.001}
+    actor |= {"use_kl_loss": True, "kl_loss_coef": 0.02, "kl_loss_type": "mse", "loss_agg_mode": "seq-mean-token-sum"}
+    assert PPOSettings.from_config(parse_config({**RECIPE, "algorithm": algorithm, "actor": actor})) == PPOSettings(
+        n=4,
+        gamma=0.99,
+        lam=0.95,
+        kl_coef=0.01,
+        kl_penalty="k3",
+        whiten_advantages=False,
+        ppo_mini_batch_size=16,
+        ppo_epochs=2,
+        clip_ratio=0.1,
+        entropy_coeff=0.001,
+        kl_loss_coef=0.02,
+        kl_loss_type="k2",
+        loss_agg_mode=Aggregation.SEQUENCE_SUM,
+        cliprange_value=0.3,
+        critic_warmup=2,
+    )
+
+
+@pytest.mark.parametrize("in_reward", [True, False])
+@pytest.mark.parametrize("in_loss", [True, False])
+def test_the_reference_is_needed_exactly_where_the_recipe_says_so(in_reward: bool, in_loss: bool) -> None:
+    config = parse_config({**RECIPE, "algorithm": {"use_kl_in_reward": in_reward}, "actor": {"use_kl_loss": in_loss}})
+    roles = PPO(PPOSettings.from_config(config)).roles
+    assert (Role.REFERENCE in roles) == config.needs_reference == (in_reward or in_loss)
+
+
+def test_every_choice_of_a_recipe_is_known() -> None:
+    for name in ("kl", "mse", "low_var_kl", "k1", "k2", "k3"):
+        config = parse_config({**RECIPE, "algorithm": {"kl_penalty": name}, "actor": {"kl_loss_type": name}})
+        assert {config.algorithm.kl_penalty, config.actor.kl_loss_type} <= set(KL_ESTIMATORS)
+    for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", *Aggregation):
+        config = parse_config({**RECIPE, "actor": {"loss_agg_mode": str(name)}})
+        assert PPOSettings.from_config(config).loss_agg_mode in Aggregation

@@ -1,6 +1,7 @@
 """Loss, gradient and metrics are those of the whole batch, however it is shared out and cut up."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -49,19 +50,30 @@ class LinearModel:
         )
 
 
-def run(objective: Objective, pieces: list[RolloutBatch]) -> tuple[float, tuple[torch.Tensor, ...], dict[str, float]]:
-    """Loss, gradients and metrics added up over pieces."""
+@dataclasses.dataclass
+class Total:
+    """Loss, gradients and metrics of one objective, added up over pieces."""
+
+    loss: float = 0.0
+    gradients: tuple[torch.Tensor, ...] = ()
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def add(self, loss: torch.Tensor, metrics: dict[str, torch.Tensor], parameters: tuple[torch.Tensor, ...]) -> None:
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        before = self.gradients or tuple(torch.zeros_like(p) for p in parameters)
+        self.gradients = tuple(a + b for a, b in zip(before, gradients, strict=True))
+        self.loss += loss.item()
+        self.metrics = {name: self.metrics.get(name, 0.0) + value.item() for name, value in metrics.items()}
+
+
+def run(objectives: Sequence[Objective], pieces: Sequence[RolloutBatch]) -> list[Total]:
     model = LinearModel()
-    total = 0.0
-    sums: dict[str, float] = {}
+    totals = [Total() for _ in objectives]
     for piece in pieces:
-        loss, metrics = objective(model.outputs(piece), piece)
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.item()
-        for name, value in metrics.items():
-            sums[name] = sums.get(name, 0.0) + value.item()
-    gradients = tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters)
-    return total, gradients, sums
+        outputs = model.outputs(piece)
+        for total, objective in zip(totals, objectives, strict=True):
+            total.add(*objective(outputs, piece), model.parameters)
+    return totals
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,35 +105,33 @@ def objectives(batch: RolloutBatch, aggregation: Aggregation) -> tuple[Objective
 def test_loss_and_gradient_do_not_depend_on_dp_or_micro_batch(
     batch: RolloutBatch, aggregation: Aggregation, micro_batch: int
 ) -> None:
-    whole = [run(objective, [batch]) for objective in objectives(batch, aggregation)]
+    of_batch = run(objectives(batch, aggregation), [batch])
     for dp in (1, 2, 3, 4, 6, 7):
         pieces = [micro for share in batch.shares(dp) for micro in share.micro_batches(micro_batch)]
-        for objective, expected in zip(objectives(batch, aggregation), whole, strict=True):
-            loss, gradients, metrics = run(objective, pieces)
-            assert loss == pytest.approx(expected[0], rel=1e-12)
-            for gradient, of_whole in zip(gradients, expected[1], strict=True):
-                torch.testing.assert_close(gradient, of_whole, rtol=1e-12, atol=1e-12 * of_whole.abs().max().item())
-            assert metrics == pytest.approx(expected[2], rel=1e-12, abs=1e-14)
+        for total, expected in zip(run(objectives(batch, aggregation), pieces), of_batch, strict=True):
+            assert total.loss == pytest.approx(expected.loss, rel=1e-12)
+            for gradient, whole in zip(total.gradients, expected.gradients, strict=True):
+                torch.testing.assert_close(gradient, whole, rtol=1e-12, atol=1e-12 * whole.abs().max().item())
+            assert total.metrics == pytest.approx(expected.metrics, rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("aggregation", list(Aggregation))
 def test_a_fully_masked_sample_changes_nothing(batch: RolloutBatch, aggregation: Aggregation) -> None:
     without = batch.select([i for i in range(batch.num_samples) if i != FULLY_MASKED])
-    for with_it, alone in zip(objectives(batch, aggregation), objectives(without, aggregation), strict=True):
-        assert with_it == alone
-        loss, gradients, _ = run(with_it, [batch])
-        expected_loss, expected_gradients, _ = run(alone, [without])
-        assert loss == pytest.approx(expected_loss, rel=1e-12)
-        for gradient, expected in zip(gradients, expected_gradients, strict=True):
-            torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+    assert objectives(batch, aggregation) == objectives(without, aggregation)
+    totals = run(objectives(batch, aggregation), [batch])
+    for total, expected in zip(totals, run(objectives(without, aggregation), [without]), strict=True):
+        assert total.loss == pytest.approx(expected.loss, rel=1e-12)
+        for gradient, of_others in zip(total.gradients, expected.gradients, strict=True):
+            torch.testing.assert_close(gradient, of_others, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("aggregation", [Aggregation.TOKEN_MEAN, Aggregation.SEQUENCE_MEAN])
 def test_counts_of_a_share_in_place_of_the_batch_would_be_noticed(
     batch: RolloutBatch, aggregation: Aggregation
 ) -> None:
-    whole, _, _ = run(LikelihoodObjective(counts=batch.counts, aggregation=aggregation), [batch])
+    whole = run([LikelihoodObjective(counts=batch.counts, aggregation=aggregation)], [batch])[0].loss
     averaged = 0.0
     for share in batch.shares(3):
-        averaged += run(LikelihoodObjective(counts=share.counts, aggregation=aggregation), [share])[0] / 3
+        averaged += run([LikelihoodObjective(counts=share.counts, aggregation=aggregation)], [share])[0].loss / 3
     assert abs(averaged - whole) > 1e-6 * abs(whole)
