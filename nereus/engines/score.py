@@ -12,14 +12,23 @@ from nereus.engines.transformer import StageModel
 
 
 def compute_outputs(
-    model: StageModel, hidden: torch.Tensor, batch: RolloutBatch, kind: OutputKind, *, with_entropy: bool = False
+    model: StageModel,
+    hidden: torch.Tensor,
+    batch: RolloutBatch,
+    kind: OutputKind,
+    *,
+    with_entropy: bool = False,
+    temperature: float = 1.0,
 ) -> Outputs:
-    """The asked outputs from last-stage hidden states [tokens, H] of a micro-batch; logits exist for its rows only."""
+    """The asked outputs from last-stage hidden states [tokens, H] of a micro-batch; logits exist for its rows only.
+
+    Logits are divided by `temperature`, so log-probabilities are those of the distribution that was sampled from.
+    """
     rows = predicting_rows(batch, kind)
     picked = hidden[rows]
     if kind is OutputKind.LOGPROBS:
         logprobs, entropy = token_statistics(
-            model.logits(picked),
+            model.logits(picked) / temperature if temperature != 1.0 else model.logits(picked),
             batch.tokens[rows + 1],
             first_row=model.first_row,
             group=model.tp,
@@ -51,13 +60,19 @@ def by_length(batch: RolloutBatch, max_samples: int) -> list[list[int]]:
 
 
 def score(
-    model: StageModel, pipeline: Pipeline, batch: RolloutBatch, kind: OutputKind, *, micro_batch: int
+    model: StageModel,
+    pipeline: Pipeline,
+    batch: RolloutBatch,
+    kind: OutputKind,
+    *,
+    micro_batch: int,
+    temperature: float = 1.0,
 ) -> torch.Tensor | None:
     """Forward-only task over a unit's share: [T] or [N] in the share's order on the last stage, None elsewhere."""
     pieces = by_length(batch, micro_batch)
 
     def head(hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        outputs = compute_outputs(model, hidden, micro.batch, kind)
+        outputs = compute_outputs(model, hidden, micro.batch, kind, temperature=temperature)
         result = {
             OutputKind.LOGPROBS: outputs.logprobs,
             OutputKind.VALUES: outputs.values,

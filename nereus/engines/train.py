@@ -70,8 +70,17 @@ class UpdateResult:
 class Trainer:
     """Updates one rank's shards. Owns the flat gradients, not the state."""
 
-    def __init__(self, state: UnitState, groups: RankGroups, optimizer: AdamW, *, recompute: bool = False):
+    def __init__(
+        self,
+        state: UnitState,
+        groups: RankGroups,
+        optimizer: AdamW,
+        *,
+        recompute: bool = False,
+        temperature: float = 1.0,
+    ):
         self.state, self._groups, self._optimizer = state, groups, optimizer
+        self._temperature = temperature
         wide = state.flats[StateKind.EXP_AVG].dtype
         self.grads = torch.zeros_like(state.flats[StateKind.PARAM], dtype=wide)
         self.model = StageModel(state, tp=groups.tp, grads=self.grads, recompute=recompute)
@@ -100,7 +109,12 @@ class Trainer:
 
         def loss(hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
             outputs = compute_outputs(
-                self.model, hidden, micro.batch, objective.output, with_entropy=objective.needs_entropy
+                self.model,
+                hidden,
+                micro.batch,
+                objective.output,
+                with_entropy=objective.needs_entropy,
+                temperature=self._temperature,
             )
             value, parts = objective(outputs, micro.batch)
             for name, part in parts.items():

@@ -76,6 +76,10 @@ class Runtime(abc.ABC):
         """Run RL step `step` (from 1)."""
 
     @abc.abstractmethod
+    def evaluate(self) -> Mapping[str, float]:
+        """Held-out metrics of the policy as it is; empty where there is nothing to evaluate."""
+
+    @abc.abstractmethod
     def transition(self, target: Plan) -> TransitionReport:
         """Move the live state to `target`."""
 

@@ -1,0 +1,211 @@
+"""From a recipe to a job that can start: data, tokenizer, models, reward, algorithm. Everything that can be wrong with
+the input is found here, before any worker starts.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nereus.algorithms.loop import Scores
+from nereus.algorithms.ppo import KEYS, PPO, PPOSettings
+from nereus.algorithms.schedule import LearningRate
+from nereus.checkpoint.weight_files import check_folder
+from nereus.config import OptimizerConfig, RunConfig, check_model
+from nereus.data.prompts import Prompt, PromptOrder, Row, held_out, read_rows, tokenize
+from nereus.data.reward_pool import RewardPool, RewardSample, load_reward
+from nereus.data.tokenizers import Tokenizer, byte_tokenizer, load_tokenizer
+from nereus.engines.sampling import SamplingParams
+from nereus.engines.train import AdamW
+from nereus.errors import ConfigError
+from nereus.model import Head, ModelSpec
+from nereus.plan import MODEL_STAGES, Plan, Role
+from nereus.runtime.live import JobSetup
+from nereus.runtime.worker import RoleSetup
+from nereus.warm_start import Progress, WarmModels, ensure_warm_start
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+CALL_TIMEOUT = timedelta(minutes=30)
+"""How long the driver waits for one call; ranks find a late peer much earlier, by `cluster.timeout_s`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """A job before its workers start."""
+
+    setup: JobSetup
+    plan: Plan
+    reward: RewardPool | None
+    notes: tuple[str, ...]
+
+    @property
+    def specs(self) -> dict[Role, ModelSpec]:
+        return {role: setup.spec for role, setup in self.setup.roles.items()}
+
+
+def prepare_job(config: RunConfig, progress: Progress) -> Job:
+    """Read and check everything the recipe names; raises an InputError that names the key or file."""
+    progress("reading data", 0, 0)
+    train_rows = read_rows(config.data.train)
+    val_rows, num_seen = held_out(train_rows, read_rows(config.data.val), limit=config.trainer.val_samples)
+    notes = [f"{len(train_rows)} training prompts, {len(val_rows)} held out; {num_seen} removed as seen in training"]
+    reward = _reward(config)
+    try:
+        models = _models(config, train_rows, progress, notes)
+        tokenizer = _tokenizer(config, models.actor)
+        roles = _roles(config, models)
+        check_model(config, {role: setup.spec for role, setup in roles.items()})
+        setup = _setup(config, tokenizer, roles, reward, train_rows, val_rows)
+        return Job(setup, _plan(config), reward, tuple(notes))
+    except BaseException:
+        if reward is not None:
+            reward.close()
+        raise
+
+
+def _reward(config: RunConfig) -> RewardPool | None:
+    """The reward function, imported once so that a wrong name is found now."""
+    if config.reward.function is None:
+        return None
+    timeout = timedelta(seconds=config.reward.timeout_s)
+    return load_reward(config.reward.function, timeout=timeout, num_processes=config.reward.num_processes)
+
+
+def _models(config: RunConfig, rows: Sequence[Row], progress: Progress, notes: list[str]) -> WarmModels:
+    """Where the actor and the reward model start from."""
+    if config.warm_start.steps or config.warm_start.reward_steps:
+        models = ensure_warm_start(config, rows, progress)
+        notes.append(f"warm start {'reused from' if models.cached else 'written to'} {models.actor.parent}")
+        return dataclasses.replace(models, reward=models.reward or config.reward.model)
+    assert config.model.path is not None
+    return WarmModels(config.model.path, config.reward.model, cached=False)
+
+
+def _tokenizer(config: RunConfig, actor: Path) -> Tokenizer:
+    kind = config.data.tokenizer
+    if kind == "byte":
+        return byte_tokenizer()
+    return load_tokenizer(actor if kind in (None, "trained") else str(kind))
+
+
+def _roles(config: RunConfig, models: WarmModels) -> dict[Role, RoleSetup]:
+    """Every role of the workflow with its shapes, weights and optimizer; folders are checked without reading weights."""
+    used = {model_stage.role for model_stage in config.workflow.model_stages}
+    folders = {
+        Role.ACTOR: models.actor,
+        Role.REFERENCE: models.actor,
+        Role.CRITIC: config.critic.path or models.actor,
+        Role.REWARD: models.reward,
+    }
+    optimizers = {
+        Role.ACTOR: _optimizer(config, config.actor, "actor"),
+        Role.CRITIC: _optimizer(config, config.critic, "critic"),
+    }
+    roles: dict[Role, RoleSetup] = {}
+    for role, folder in folders.items():
+        if role not in used:
+            continue
+        assert folder is not None
+        scalar = role in (Role.CRITIC, Role.REWARD)
+        spec = ModelSpec.from_folder(folder)
+        spec = spec.with_head(Head.SCORE) if scalar else spec
+        check_folder(folder, spec, fresh_score=role is Role.CRITIC)
+        roles[role] = RoleSetup(
+            spec,
+            DTYPES[config.trainer.dtype],
+            folder.absolute(),
+            config.data.max_prompt_length + config.data.max_response_length,
+            optimizer=optimizers.get(role),
+            fresh_head=role is Role.CRITIC,
+            micro_batch=config.actor.ppo_micro_batch_size,
+            max_slots=config.rollout.max_num_seqs,
+            temperature=config.rollout.temperature if not scalar and config.rollout.temperature > 0 else 1.0,
+        )
+    return roles
+
+
+def _optimizer(config: RunConfig, section: OptimizerConfig, key: str) -> AdamW:
+    updates_per_step = config.num_mini_batches * config.actor.ppo_epochs
+    rate = LearningRate(
+        section.lr,
+        warmup_updates=section.lr_warmup_steps * updates_per_step,
+        total_updates=config.trainer.steps * updates_per_step,
+        decay=section.lr_decay,
+        min_ratio=section.min_lr_ratio,
+        key=key,
+    )
+    return AdamW(rate.at, section.betas, section.eps, section.weight_decay, section.grad_clip)
+
+
+def _setup(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    roles: Mapping[Role, RoleSetup],
+    reward: RewardPool | None,
+    train_rows: Sequence[Row],
+    val_rows: Sequence[Row],
+) -> JobSetup:
+    limit = config.data.max_prompt_length
+    prompts = tokenize(train_rows, tokenizer, max_prompt_length=limit)
+    stops = tuple(dict.fromkeys((tokenizer.eos_id, *config.rollout.stop_token_ids)))
+    return JobSetup(
+        workflow=config.workflow,
+        algorithm=PPO(ppo_settings(config)),
+        roles=roles,
+        prompts=prompts,
+        val_prompts=tokenize(val_rows, tokenizer, max_prompt_length=limit),
+        order=PromptOrder(len(prompts), seed=config.trainer.seed),
+        batch=config.data.train_batch_size,
+        score=Scorer(reward, tokenizer),
+        sampling=SamplingParams(
+            config.data.max_response_length,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=max(config.rollout.top_k, 0),
+            stop_ids=stops,
+        ),
+        seed=config.trainer.seed,
+        timeout=CALL_TIMEOUT,
+    )
+
+
+def ppo_settings(config: RunConfig) -> PPOSettings:
+    """The algorithm's settings from their recipe keys."""
+    values: dict[str, Any] = {}
+    for name, key in KEYS.items():
+        section, _, field = key.partition(".")
+        value = getattr(getattr(config, section), field, None)
+        if value is not None:
+            values[name] = value
+    if not config.algorithm.use_kl_in_reward:
+        values["kl_coef"] = 0.0
+    if not config.actor.use_kl_loss:
+        values["kl_loss_coef"] = 0.0
+    return PPOSettings(**values)
+
+
+class Scorer:
+    """Scores responses with the reward function; without one (a reward model scores) everything is 0."""
+
+    def __init__(self, reward: RewardPool | None, tokenizer: Tokenizer) -> None:
+        self._reward, self._tokenizer = reward, tokenizer
+
+    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> Scores:
+        if self._reward is None:
+            return Scores((0.0,) * len(prompts))
+        texts = self._tokenizer.decode_batch(responses)
+        samples = [
+            RewardSample(p.data_source, text, p.ground_truth, p.extra_info)
+            for p, text in zip(prompts, texts, strict=True)
+        ]
+        batch = self._reward.score(samples)
+        return Scores(batch.scores, num_failed=batch.num_errors, num_late=batch.num_timeouts)
+
+
+def _plan(config: RunConfig) -> Plan:
+    if config.initial_plan is None:
+        raise ConfigError("plan", f"name a plan for {', '.join(m.name for m in MODEL_STAGES)}")
+    return config.initial_plan

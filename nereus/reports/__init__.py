@@ -1,0 +1,1 @@
+"""What people and files see of a run: events, the live view, tables."""

@@ -1,0 +1,200 @@
+"""The real job: RL steps and transitions on the workers of a pool.
+
+    Controller --> LiveRuntime --run_step--> Loop (what a step does) --> LiveStages (who does it) --> Pool
+                              \--transition--> executor (state), seats (groups), one commit point --> Pool
+
+A plan generation is allocated, filled, seated and then committed by changing one value on the driver; until that
+instant every call goes to the old generation, which is whole.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from nereus.algorithms.base import Algorithm, Objective
+from nereus.algorithms.buffer import RolloutBatch, shares
+from nereus.algorithms.loop import Loop, Score, Stages, Update
+from nereus.algorithms.types import OutputKind, Sample
+from nereus.cluster import Cluster
+from nereus.data.prompts import Prompt, PromptOrder
+from nereus.engines.generate import Completion, Request
+from nereus.engines.sampling import SamplingParams
+from nereus.engines.train import UpdateResult
+from nereus.plan import ACTOR_GENERATION, ModelStage, Plan, Role
+from nereus.runtime.base import Pool, Runtime, StepReport, TransitionReport, gather
+from nereus.runtime.schedule import run_tasks
+from nereus.runtime.worker import RoleSetup, Worker
+from nereus.workflow import Task, Workflow
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+VALIDATION_SEED = 0x5EED
+"""Added to the seed for held-out prompts, whose places overlap those of training prompts."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobSetup:
+    """Everything a job is besides its plan and its workers.
+
+    batch: prompts a step; timeout: how long any call of the driver may take.
+    """
+
+    workflow: Workflow
+    algorithm: Algorithm
+    roles: Mapping[Role, RoleSetup]
+    prompts: Sequence[Prompt]
+    val_prompts: Sequence[Prompt]
+    order: PromptOrder
+    batch: int
+    score: Score
+    sampling: SamplingParams
+    seed: int
+    timeout: timedelta
+
+
+class LiveStages(Stages):
+    """Calls the units of each model-stage under the plan generation in force."""
+
+    def __init__(self, pool: Pool, setup: JobSetup) -> None:
+        self._pool, self._setup = pool, setup
+        self.plan, self.generation = Plan(()), -1
+
+    def run(self, tasks: Sequence[Task], execute: Callable[[Task], None]) -> dict[ModelStage, float]:
+        return run_tasks(tasks, self.plan, execute)
+
+    def generate(self, prompts: Sequence[Prompt], *, first_place: int, validation: bool) -> list[Sample]:
+        asked = self._setup.algorithm.sampling
+        num, seed = (1, self._setup.seed + VALIDATION_SEED) if validation else (asked.num_responses, self._setup.seed)
+        params = dataclasses.replace(self._setup.sampling, seed=seed)
+        requests = [
+            Request(first_place + place, index, prompt.tokens)
+            for place, prompt in enumerate(prompts)
+            for index in range(num)
+        ]
+        units = self.plan[ACTOR_GENERATION].units
+        calls: dict[int, Future[tuple[list[Completion], int] | None]] = {}
+        for unit, share in zip(units, shares(len(requests), len(units)), strict=True):
+            piece = self._pool.share(requests[share.start : share.stop])
+            for device in unit:
+                calls[device] = self._pool.call(
+                    device, Worker.generate, self.generation, ACTOR_GENERATION, piece, params
+                )
+        results = gather(calls, timeout=self._setup.timeout)
+        tokens = {(r.place, r.index): tuple(r.tokens) for r in requests}
+        return [
+            Sample(c.place, c.index, tokens[c.place, c.index], c.tokens, c.finished, version)
+            for completions, version in filter(None, results.values())
+            for c in completions
+        ]
+
+    def output(self, model_stage: ModelStage, batch: RolloutBatch, kind: OutputKind) -> torch.Tensor:
+        units = self.plan[model_stage].units
+        results = self._on_units(
+            model_stage, batch, lambda device, piece: self._pool.call(
+                device, Worker.output, self.generation, model_stage, piece, kind
+            )
+        )  # fmt: skip
+        parts = [next(r for device in unit if (r := results[device]) is not None) for unit in units]
+        return torch.cat(parts)
+
+    def update(self, model_stage: ModelStage, batch: RolloutBatch, objective: Objective) -> Update:
+        shared = self._pool.share(objective)
+        results = self._on_units(
+            model_stage, batch, lambda device, piece: self._pool.call(
+                device, Worker.update, self.generation, model_stage, piece, shared
+            )
+        )  # fmt: skip
+        return _joined(list(results.values()))
+
+    def _on_units(
+        self, model_stage: ModelStage, batch: RolloutBatch, call: Callable[[int, RolloutBatch], Future[T]]
+    ) -> dict[int, T]:
+        """Call every rank of every unit with its unit's share of the batch."""
+        units = self.plan[model_stage].units
+        calls: dict[int, Future[T]] = {}
+        for unit, piece in zip(units, batch.shares(len(units)), strict=True):
+            shared = self._pool.share(piece)
+            for device in unit:
+                calls[device] = call(device, shared)
+        return gather(calls, timeout=self._setup.timeout)
+
+
+def _joined(results: Sequence[UpdateResult]) -> Update:
+    """One update of its ranks' results: their metrics are parts that add up."""
+    metrics: dict[str, float] = {}
+    for result in results:
+        for name, value in result.metrics.items():
+            metrics[name] = metrics.get(name, 0.0) + value
+    first = results[0]
+    return Update(first.grad_norm, first.learning_rate, first.applied, metrics)
+
+
+class LiveRuntime(Runtime):
+    """A job on the workers of a pool. `start` before anything else."""
+
+    def __init__(self, pool: Pool, setup: JobSetup, plan: Plan) -> None:
+        self._pool, self._setup = pool, setup
+        self._stages = LiveStages(pool, setup)
+        self._loop = Loop(setup.workflow, setup.algorithm, self._stages, setup.score, seed=setup.seed)
+        self._initial = plan
+
+    def start(self) -> None:
+        """Start the workers of the initial plan and load every model's weights."""
+        plan, generation = self._initial, 0
+        self._setup.workflow.check_plan(plan)
+        self._pool.start(plan.devices)
+        self._on(plan.devices, Worker.allocate, generation, plan, self._setup.roles)
+        self._on(plan.devices, Worker.seat, generation, plan, self._setup.roles)
+        self._on(plan.devices, Worker.load, generation)
+        self._stages.plan, self._stages.generation = plan, generation
+
+    @property
+    def plan(self) -> Plan:
+        return self._stages.plan
+
+    @property
+    def cluster(self) -> Cluster:
+        return self._pool.cluster
+
+    def run_step(self, step: int) -> StepReport:
+        started = time.perf_counter()
+        first_place = (step - 1) * self._setup.batch
+        prompts = [self._setup.prompts[i] for i in self._setup.order.take(first_place, self._setup.batch)]
+        metrics, task_s = self._loop.run(step, prompts, first_place=first_place)
+        sync_s, sync_bytes = self._synchronize()
+        step_s = time.perf_counter() - started
+        num_tokens = metrics["response_length/mean"] + metrics["prompt_length/mean"]
+        samples = self._setup.batch * self._setup.algorithm.sampling.num_responses
+        metrics |= {
+            "timing_s/gen": task_s[ACTOR_GENERATION],
+            "timing_s/sync": sync_s,
+            "perf/total_num_tokens": num_tokens * samples,
+            "perf/throughput": num_tokens * samples / step_s,
+            **{f"timing_s/{model_stage.name}": seconds for model_stage, seconds in task_s.items()},
+        }
+        return StepReport(step, self._stages.generation, metrics, step_s, task_s, sync_s=sync_s, sync_bytes=sync_bytes)
+
+    def evaluate(self) -> Mapping[str, float]:
+        return self._loop.evaluate(self._setup.val_prompts)
+
+    def transition(self, target: Plan) -> TransitionReport:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _synchronize(self) -> tuple[float, int]:
+        return 0.0, 0
+
+    def _on(
+        self, devices: Sequence[int], method: Callable[Concatenate[Worker, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> dict[int, T]:
+        """Call a method on several workers at once and wait for all."""
+        calls = {device: self._pool.call(device, method, *args, **kwargs) for device in devices}
+        return gather(calls, timeout=self._setup.timeout)

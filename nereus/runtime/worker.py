@@ -1,0 +1,172 @@
+"""One worker: the process (or thread) that stands for a device. Holds state, joins groups, computes what it is told.
+
+    driver --calls--> Worker --owns--> seats: (generation, model-stage) -> groups, engines
+                                       residents: (generation, holder) -> state, and how it moves
+
+A seat is this device's place in one model-stage under one plan generation; two generations can be seated at once. A
+model-stage that shares its role's training parameters sits on the state of the training model-stage (its holder).
+The worker knows nothing of steps or of the algorithm and starts no thread: the pool calls one method at a time.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from nereus.algorithms.base import Objective
+from nereus.algorithms.buffer import RolloutBatch
+from nereus.algorithms.types import OutputKind
+from nereus.checkpoint.hf import load_unit
+from nereus.engines.generate import Completion, Generator, Request
+from nereus.engines.pipeline import Pipeline
+from nereus.engines.sampling import SamplingParams
+from nereus.engines.score import score
+from nereus.engines.state import UnitState, state_dtypes
+from nereus.engines.train import AdamW, RankGroups, Trainer, UpdateResult
+from nereus.engines.transformer import StageModel
+from nereus.model import ModelSpec
+from nereus.plan import ModelStage, Plan, Role, Stage
+from nereus.runtime.base import WorkerSettings
+from nereus.runtime.groups import connect_store
+from nereus.runtime.ranks import join_groups, rank_group_specs
+from nereus.runtime.resident import Residents
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoleSetup:
+    """What a role of the job is.
+
+    folder: HF folder its weights start from; fresh_head: its scalar head is new.
+    micro_batch: samples of one unit computed at a time; max_slots: sequences one unit decodes at a time;
+    max_tokens: longest prompt and response together; temperature: what logits are divided by.
+    """
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    folder: Path
+    max_tokens: int
+    optimizer: AdamW | None = None
+    fresh_head: bool = False
+    micro_batch: int = 16
+    max_slots: int = 64
+    temperature: float = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Seat:
+    """A device's place in one model-stage under one plan generation. Engines are made when first used."""
+
+    state: UnitState
+    groups: RankGroups
+    setup: RoleSetup
+    trainer: Trainer | None = None
+    model: StageModel | None = None
+    generator: Generator | None = None
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank returns what the unit computed: the first of the last pipeline stage."""
+        layout, rank = self.state.layout, self.state.rank
+        return layout.pp_rank(rank) == layout.pp - 1 and layout.tp_rank(rank) == 0
+
+    def inference_model(self) -> StageModel:
+        if self.model is None:
+            self.model = StageModel(self.state, tp=self.groups.tp)
+        return self.model
+
+
+class Worker:
+    """The device's end of every call of the driver."""
+
+    def __init__(self, device: int, settings: WorkerSettings) -> None:
+        torch.set_num_threads(settings.num_threads)
+        self.device, self._settings = device, settings
+        self._store = connect_store(*settings.store, timeout=settings.timeout)
+        self._seats: dict[tuple[int, ModelStage], Seat] = {}
+        self.residents = Residents(device, torch.device(settings.device))
+
+    def allocate(self, generation: int, plan: Plan, roles: Mapping[Role, RoleSetup]) -> None:
+        """Zeroed state for every model-stage of the plan that holds parameters on this device."""
+        for model_stage, stage_plan in plan.stages:
+            position = stage_plan.position(self.device)
+            if position is None or plan.shares_weights(model_stage):
+                continue
+            setup = roles[model_stage.role]
+            self.residents.allocate(
+                generation,
+                model_stage,
+                setup.spec,
+                stage_plan.layout,
+                position[1],
+                state_dtypes(setup.dtype, trains=model_stage.stage is Stage.TRAINING),
+            )
+
+    def seat(self, generation: int, plan: Plan, roles: Mapping[Role, RoleSetup]) -> None:
+        """Join the groups of a plan generation; every device of the plan calls it at the same time."""
+        backend = "nccl" if self._settings.device == "cuda" else "gloo"
+        for model_stage, stage_plan in plan.stages:
+            if stage_plan.position(self.device) is None:
+                continue
+            setup = roles[model_stage.role]
+            specs = rank_group_specs(setup.spec, model_stage, stage_plan, self.device, generation=generation)
+            trains = model_stage.stage is Stage.TRAINING
+            groups = join_groups(
+                specs, self._store, self.device, timeout=self._settings.timeout, backend=backend, trains=trains
+            )
+            state = self.residents.state(generation, plan.holder(model_stage))
+            self._seats[generation, model_stage] = Seat(state, groups, setup)
+
+    def load(self, generation: int) -> None:
+        """Fill the parameters of a generation from each role's folder, reading only this rank's boxes."""
+        for (of, model_stage), seat in self._seats.items():
+            if of == generation and self.residents.holds(generation, model_stage):
+                load_unit(seat.setup.folder, seat.setup.spec, seat.state, fresh_score=seat.setup.fresh_head)
+
+    def generate(
+        self, generation: int, model_stage: ModelStage, requests: Sequence[Request], params: SamplingParams
+    ) -> tuple[list[Completion], int] | None:
+        """The unit's completions and their policy version, on the rank that reports."""
+        seat = self._seats[generation, model_stage]
+        if seat.generator is None:
+            seat.generator = Generator(
+                seat.inference_model(),
+                tp=seat.groups.tp,
+                pp=seat.groups.pp,
+                max_slots=seat.setup.max_slots,
+                max_length=seat.setup.max_tokens,
+            )
+        completions = seat.generator.generate(requests, params)
+        return (completions, seat.state.counters.version) if seat.reports else None
+
+    def output(
+        self, generation: int, model_stage: ModelStage, batch: RolloutBatch, kind: OutputKind
+    ) -> torch.Tensor | None:
+        """Forward only over the unit's share: [T] or [N] in its order, on the rank that reports."""
+        seat = self._seats[generation, model_stage]
+        model = seat.inference_model()
+        pipeline = Pipeline(model, seat.groups.pp)
+        setup, local = seat.setup, batch.to(self._settings.device)
+        result = score(model, pipeline, local, kind, micro_batch=setup.micro_batch, temperature=setup.temperature)
+        return result.cpu() if result is not None and seat.reports else None
+
+    def update(
+        self, generation: int, model_stage: ModelStage, batch: RolloutBatch, objective: Objective
+    ) -> UpdateResult:
+        """This rank's part in one update of the model-stage."""
+        seat = self._seats[generation, model_stage]
+        if seat.trainer is None:
+            assert seat.setup.optimizer is not None, f"{model_stage} has no optimizer"
+            seat.trainer = Trainer(seat.state, seat.groups, seat.setup.optimizer, temperature=seat.setup.temperature)
+        return seat.trainer.update(batch.to(self._settings.device), objective, micro_batch=seat.setup.micro_batch)
+
+    def unseat(self, generation: int) -> None:
+        """Give up the groups, engines and state of a generation."""
+        for key in [key for key in self._seats if key[0] == generation]:
+            self._seats.pop(key).groups.close()
+        self.residents.free(generation)
+
+    def close(self) -> None:
+        """Give up everything."""
+        for generation in {key[0] for key in self._seats}:
+            self.unseat(generation)
