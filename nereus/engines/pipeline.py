@@ -11,6 +11,7 @@ waits. Shapes are known on both sides from the token counts. With one stage the 
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from nereus.algorithms.buffer import RolloutBatch
 from nereus.engines.transformer import PackedAttention, Packing, Rope, StageModel
 from nereus.runtime.groups import Group, Work
 
+T = TypeVar("T")
 Loss = Callable[[torch.Tensor, "MicroBatch"], torch.Tensor]
 """(last-stage hidden states [T, H], micro-batch) -> scalar with a gradient."""
 
@@ -48,11 +50,9 @@ class Pipeline:
         self._model, self._pp = model, pp
         self._pending: collections.deque[Work] = collections.deque()
 
-    def forward(
-        self, micros: Sequence[MicroBatch], head: Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def forward(self, micros: Sequence[MicroBatch], head: Callable[[torch.Tensor, MicroBatch], T]) -> list[T]:
         """`head` of the last stage's hidden states for each micro-batch; an empty list on other stages."""
-        results: list[torch.Tensor] = []
+        results: list[T] = []
         with torch.no_grad():
             for index, micro in enumerate(micros):
                 hidden = self._run(self._receive_hidden(micro, index), micro)

@@ -1,0 +1,225 @@
+"""Tiny models with their `transformers` twins, batches, and units of an engine run as threads of one process.
+
+The twin is the slow obvious way: whole weights, one sequence at a time, plain autograd.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from support import StoreFactory, run_threads
+from torch._C._distributed_c10d import HashStore
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from nereus.algorithms.buffer import RolloutBatch
+from nereus.engines.state import StateKind, UnitState, state_dtypes, zeros_on
+from nereus.engines.train import RankGroups, vote_timeout
+from nereus.model import Head, ModelSpec
+from nereus.plan import Layout
+from nereus.runtime.groups import Group, build_group
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 12}),
+    "mistral": (MistralConfig, {"sliding_window": 16}),
+}
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 90,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+
+
+def make_twin(family: str, *, head: Head = Head.LM, seed: int = 0, **sizes: Any) -> PreTrainedModel:
+    """A `transformers` model in fp32 with random weights in which no parameter is without effect."""
+    config_class, own = CONFIGS[family]
+    config = config_class(**{**SIZES, **own, "pad_token_id": 0, **sizes})
+    if head is Head.SCORE:
+        config.num_labels = 1
+        twin = AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa")
+    else:
+        twin = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in twin.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.dim() == 1:
+                weight.copy_(0.3 * noise if name.endswith("bias") else 1 + 0.3 * noise)
+            else:
+                weight.copy_(noise * (0.3 if "embed" in name else weight.shape[1] ** -0.5))
+    return twin
+
+
+def spec_of(twin: PreTrainedModel) -> ModelSpec:
+    """The spec of a twin's config, as it would be read from its folder."""
+    return ModelSpec.from_config({**twin.config.to_dict(), "architectures": [type(twin).__name__]})
+
+
+def in_float64(twin: PreTrainedModel) -> PreTrainedModel:
+    """The twin in float64 throughout: its norms and rotary tables, which compute in fp32, are exchanged."""
+    twin = twin.double()
+    for path, module in list(twin.named_modules()):
+        parent, _, name = path.rpartition(".")
+        if type(module).__name__.endswith("RMSNorm"):
+            norm = torch.nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, dtype=torch.float64)
+            norm.weight = module.weight
+            setattr(twin.get_submodule(parent), name, norm)
+        elif type(module).__name__.endswith("RotaryEmbedding"):
+            setattr(twin.get_submodule(parent), name, _WideRotary(spec_of(twin)))
+    return twin
+
+
+class _WideRotary(torch.nn.Module):
+    """Rotary tables in float64, Llama 3's scaling written out frequency by frequency."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self._frequencies = torch.tensor(
+            [self._frequency(spec, i) for i in range(spec.head_dim // 2)], dtype=torch.float64
+        )
+
+    @staticmethod
+    def _frequency(spec: ModelSpec, index: int) -> float:
+        frequency: float = spec.rope_theta ** (-2 * index / spec.head_dim)
+        scaling = spec.rope_scaling
+        if scaling is None:
+            return frequency
+        turns = scaling.original_max_position * frequency / (2 * torch.pi)
+        if turns < scaling.low_freq_factor:
+            return frequency / scaling.factor
+        if turns > scaling.high_freq_factor:
+            return frequency
+        share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        return (1 - share) * frequency / scaling.factor + share * frequency
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].double() * self._frequencies
+        doubled = torch.cat((angles, angles), -1)
+        return doubled.cos(), doubled.sin()
+
+
+def make_batch(
+    response_lengths: Sequence[int], *, vocab: int, prompt_lengths: Sequence[int] | None = None, seed: int = 0
+) -> RolloutBatch:
+    """Random tokens with every column an objective may read; all response tokens count."""
+    generator = torch.Generator().manual_seed(seed)
+    responses = torch.tensor(response_lengths, dtype=torch.int64)
+    if prompt_lengths is None:
+        prompts = 1 + torch.randint(0, 4, responses.shape, generator=generator)
+    else:
+        prompts = torch.tensor(prompt_lengths, dtype=torch.int64)
+    num, num_tokens = len(response_lengths), int(responses.sum())
+
+    def noise() -> torch.Tensor:
+        return torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+
+    return RolloutBatch(
+        prompt_index=torch.arange(num),
+        group_index=torch.zeros(num, dtype=torch.int64),
+        policy_version=torch.zeros(num, dtype=torch.int64),
+        finished=torch.ones(num, dtype=torch.bool),
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        tokens=torch.randint(0, vocab, (int((prompts + responses).sum()),), generator=generator),
+        response_mask=torch.ones(num_tokens, dtype=torch.bool),
+        old_logprobs=noise() - 4,
+        reference_logprobs=noise() - 4,
+        values=noise(),
+        advantages=noise(),
+        returns=noise(),
+    )
+
+
+def sequences(batch: RolloutBatch) -> list[torch.Tensor]:
+    """The tokens of each sample."""
+    return list(torch.split(batch.tokens, batch.sequence_lengths.tolist()))
+
+
+def load_state(
+    spec: ModelSpec, layout: Layout, rank: int, weights: dict[str, torch.Tensor], *, dtype: torch.dtype, trains: bool
+) -> UnitState:
+    """A rank's state cut from whole weights in HF naming."""
+    state = UnitState.allocate(
+        spec,
+        layout,
+        rank,
+        dtypes=state_dtypes(dtype, trains=trains),
+        allocator=zeros_on(torch.device("cpu")),
+    )
+    for kind in {StateKind.PARAM, StateKind.MASTER} & state.flats.keys():
+        for shard in state.shards:
+            whole = weights[shard.param.name]
+            state.view(shard.param.name, kind).copy_(whole[shard.box.within(type(shard.box).whole(shard.param.shape))])
+    return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One rank of one unit of a model-stage, with its groups."""
+
+    spec: ModelSpec
+    layout: Layout
+    unit: int
+    rank: int
+    groups: RankGroups
+
+
+def run_places(
+    spec: ModelSpec, layout: Layout, fn: Callable[[Place], Any], *, dp: int = 1, timeout_s: float = 30.0
+) -> list[list[Any]]:
+    """[[fn(place) for each rank] for each unit], every place a thread; `timeout_s` is that of the groups."""
+    size, store = layout.num_ranks, HashStore()
+
+    def run(index: int, _: StoreFactory) -> Any:
+        unit, rank = divmod(index, size)
+        groups = _join(spec, layout, dp, unit, rank, store, timedelta(seconds=timeout_s))
+        try:
+            return fn(Place(spec, layout, unit, rank, groups))
+        finally:
+            groups.close()
+
+    results = run_threads(dp * size, run, timeout_s=120)
+    return [results[unit * size : (unit + 1) * size] for unit in range(dp)]
+
+
+def _join(
+    spec: ModelSpec, layout: Layout, dp: int, unit: int, rank: int, store: HashStore, timeout: timedelta
+) -> RankGroups:
+    tp_rank, pp_rank = layout.tp_rank(rank), layout.pp_rank(rank)
+
+    def join(name: str, rank: int, size: int, timeout: timedelta = timeout) -> Group:
+        return build_group(store, name, rank=rank, size=size, timeout=timeout)
+
+    ties = spec.tied and layout.pp > 1 and pp_rank in (0, layout.pp - 1)
+    return RankGroups(
+        tp=join(f"tp/{unit}/{pp_rank}", tp_rank, layout.tp),
+        pp=join(f"pp/{unit}/{tp_rank}", pp_rank, layout.pp),
+        dp=join(f"dp/{rank}", unit, dp),
+        tie=join(f"tie/{unit}/{tp_rank}", int(pp_rank > 0), 2) if ties else Group.single(),
+        all=join("all", unit * layout.num_ranks + rank, dp * layout.num_ranks, vote_timeout(timeout)),
+    )
