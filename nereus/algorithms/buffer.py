@@ -16,7 +16,7 @@ import torch
 
 from nereus.algorithms.types import GlobalCounts, Sample
 
-__all__ = ["RESPONSE_COLUMNS", "SAMPLE_COLUMNS", "RolloutBatch", "gather_ragged", "shares"]
+__all__ = ["RESPONSE_COLUMNS", "SAMPLE_COLUMNS", "RolloutBatch", "gather_ragged", "shares", "starts"]
 
 SAMPLE_COLUMNS = (
     "prompt_index",
@@ -109,16 +109,6 @@ class RolloutBatch:
     def sequence_lengths(self) -> torch.Tensor:
         """[N] prompt and response together."""
         return self.prompt_lengths + self.response_lengths
-
-    @property
-    def sequence_offsets(self) -> torch.Tensor:
-        """[N] where each sample starts in `tokens`."""
-        return starts(self.sequence_lengths)
-
-    @property
-    def response_offsets(self) -> torch.Tensor:
-        """[N] where each sample starts in a response column."""
-        return starts(self.response_lengths)
 
     @property
     def sample_of_token(self) -> torch.Tensor:

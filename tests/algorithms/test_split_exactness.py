@@ -8,7 +8,7 @@ import torch
 from rollout_cases import VOCABULARY, ragged_batch
 
 from nereus.algorithms.base import Objective
-from nereus.algorithms.buffer import RolloutBatch
+from nereus.algorithms.buffer import RolloutBatch, starts
 from nereus.algorithms.losses import Aggregation
 from nereus.algorithms.objectives import (
     BernoulliRewardObjective,
@@ -38,8 +38,8 @@ class LinearModel:
 
     def outputs(self, batch: RolloutBatch) -> Outputs:
         hidden = self.embedding[batch.tokens] @ self.head
-        ends = batch.sequence_offsets + batch.sequence_lengths
-        within = torch.arange(batch.num_response_tokens) - batch.response_offsets[batch.sample_of_token]
+        ends = batch.sequence_lengths.cumsum(0)
+        within = torch.arange(batch.num_response_tokens) - starts(batch.response_lengths)[batch.sample_of_token]
         token_at = (ends - batch.response_lengths)[batch.sample_of_token] + within
         logprobs = hidden[token_at - 1, :VOCABULARY].log_softmax(-1)
         return Outputs(
