@@ -1,0 +1,86 @@
+"""Devices take the places that keep the most state, by comparison with trying every permutation."""
+
+import itertools
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_pairs import CPU, RATES, STATES, Pair, pairs
+
+from nereus.cluster import uniform_cluster
+from nereus.plan import Layout, Plan, StagePlan
+from nereus.transition.assignment import assign, bytes_in_place, minimum_assignment
+from nereus.transition.dag import build_dag
+from nereus.transition.primitives import TransitionDag
+
+
+@settings(max_examples=80, deadline=None)
+@given(size=st.integers(1, 6), seed=st.integers(0, 10_000))
+def test_the_assignment_costs_no_more_than_any_permutation(size: int, seed: int) -> None:
+    cost = np.random.default_rng(seed).integers(-20, 20, (size, size))
+    chosen = minimum_assignment(cost)
+    assert sorted(chosen.tolist()) == list(range(size))
+    best = min(sum(cost[i, p[i]] for i in range(size)) for p in itertools.permutations(range(size)))
+    assert cost[np.arange(size), chosen].sum() == best
+
+
+@settings(max_examples=100, deadline=None)
+@given(pair=pairs)
+def test_assigning_keeps_the_shape_and_never_keeps_less(pair: Pair) -> None:
+    table = pair.table()
+    assigned = assign(pair.current, pair.target, states=STATES, table=table, cluster=pair.cluster)
+    assert assigned.devices == pair.target.devices
+    for model_stage, stage_plan in pair.target.stages:
+        assert assigned[model_stage].shape == stage_plan.shape
+        if pair.target.holder(model_stage) != model_stage:
+            assert assigned.holder(model_stage) == pair.target.holder(model_stage)
+        for before, after in zip(stage_plan.units, assigned[model_stage].units, strict=True):
+            same_node = [[table.node[a] == table.node[b] for a in unit for b in unit] for unit in (before, after)]
+            assert same_node[0] == same_node[1]
+    before_bytes, after_bytes = (
+        bytes_in_place(pair.current, plan, states=STATES, table=table) for plan in (pair.target, assigned)
+    )
+    assert after_bytes >= before_bytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(pair=pairs, seed=st.integers(0, 1000))
+def test_devices_renamed_within_a_node_move_nothing_once_assigned(pair: Pair, seed: int) -> None:
+    rng = random.Random(seed)
+    names = {
+        device.id: other.id
+        for devices in pair.cluster.nodes.values()
+        for device, other in zip(devices, rng.sample(devices, len(devices)), strict=True)
+        if set(d.id for d in devices) <= set(pair.current.devices)
+    }
+    renamed = Plan.of(
+        {
+            m: StagePlan.of(plan.layout, [names.get(device, device) for device in plan.devices])
+            for m, plan in pair.current.stages
+        }
+    )
+    table = pair.table()
+    assigned = assign(pair.current, renamed, states=STATES, table=table, cluster=pair.cluster)
+    dag = build_dag(pair.current, assigned, states=STATES, table=table, rates=RATES)
+    assert isinstance(dag, TransitionDag) and not dag
+
+
+def test_units_that_trade_nodes_stay_where_they_are() -> None:
+    cluster = uniform_cluster(num_nodes=3, devices_per_node=2, accelerator=CPU)
+    current = Plan.parse({"actor-training": "d3t2@0-5"})
+    target = Plan.parse({"actor-training": "d3t2@5,4,1,0,3,2"})
+    pair = Pair(cluster, current, target)
+    assigned = assign(current, target, states=STATES, table=pair.table(), cluster=cluster)
+    dag = build_dag(current, assigned, states=STATES, table=pair.table(), rates=RATES)
+    assert isinstance(dag, TransitionDag) and not dag
+
+
+def test_a_pipeline_over_nodes_keeps_its_stages_on_the_nodes_that_hold_them() -> None:
+    cluster = uniform_cluster(num_nodes=2, devices_per_node=2, accelerator=CPU)
+    current = Plan.parse({"actor-training": "t2p2@0-3"})
+    target = Plan.parse({"actor-training": "t2p2@2,3,0,1"})
+    pair = Pair(cluster, current, target)
+    assigned = assign(current, target, states=STATES, table=pair.table(), cluster=cluster)
+    assert assigned == current
+    assert assigned[current.model_stages[0]].layout == Layout(2, 2)
