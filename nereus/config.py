@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field
 
 from nereus.errors import ConfigError, PlanError
 from nereus.model import ModelSpec
-from nereus.plan import MODEL_STAGES, ModelStage, Plan, Role, parse_shape
+from nereus.plan import MODEL_STAGES, ModelStage, Plan, Role, Stage, StagePlan, parse_shape
 from nereus.recipe import config_error, merge_override, read_recipe
 from nereus.workflow import Workflow, workflow_for
 
@@ -65,6 +65,28 @@ class ShapeConfig(Section):
     num_kv_heads: Count
     ffn: Count
     max_positions: Count = 512
+
+    def spec(self, *, vocab: int) -> ModelSpec:
+        """The model over a tokenizer's vocabulary; raises ConfigError where the shape is none."""
+        if self.hidden % self.num_heads or (self.hidden // self.num_heads) % 2:
+            raise ConfigError(
+                "model.shape.hidden", f"got {self.hidden}; it must be an even multiple of num_heads {self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                "model.shape.num_kv_heads", f"got {self.num_kv_heads}; it must divide num_heads {self.num_heads}"
+            )
+        return ModelSpec(
+            family="llama",
+            num_layers=self.num_layers,
+            hidden=self.hidden,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.hidden // self.num_heads,
+            ffn=self.ffn,
+            vocab=vocab,
+            max_positions=self.max_positions,
+        )
 
 
 class ModelConfig(Section):
@@ -141,7 +163,7 @@ class AlgorithmConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with warm-up and decay. `grad_clip` bounds the global gradient norm."""
+    """AdamW with warm-up and decay, counted in updates. `grad_clip` bounds the global gradient norm."""
 
     lr: Positive
     lr_warmup_steps: Whole = 0
@@ -154,13 +176,20 @@ class OptimizerConfig(Section):
 
 
 class ActorConfig(OptimizerConfig):
-    """`ppo_mini_batch_size` counts prompts, as in verl; `ppo_micro_batch_size` samples of one unit at a time."""
+    """`ppo_mini_batch_size` counts prompts, as in verl; `ppo_micro_batch_size` samples of one unit at a time.
+
+    `clip_ratio_low` and `clip_ratio_high` replace `clip_ratio` on their side of 1; `clip_ratio_c` bounds the loss where
+    the advantage is negative.
+    """
 
     lr: Positive = 1e-6
     ppo_mini_batch_size: Count = 16
     ppo_micro_batch_size: Count = 16
     ppo_epochs: Count = 1
     clip_ratio: Positive = 0.2
+    clip_ratio_low: Positive | None = None
+    clip_ratio_high: Positive | None = None
+    clip_ratio_c: Annotated[float, BeforeValidator(_number), Field(gt=1)] = 3.0
     entropy_coeff: NonNegative = 0.0
     use_kl_loss: bool = False
     kl_loss_coef: NonNegative = 0.001
@@ -378,6 +407,7 @@ def _parsed_plan(key: str, stages: Mapping[str, str], config: RunConfig, *, base
             plan = Plan.parse({name: text}, base=plan, devices=range(workers))
         except PlanError as error:
             raise ConfigError(f"{key}.{name}", str(error)) from None
+        _check_dp(f"{key}.{name}", ModelStage.parse(name), plan[ModelStage.parse(name)], config)
         missing = [device for device in plan[ModelStage.parse(name)].devices if device >= workers]
         if missing and config.supply.trace is None and config.cluster.address is None:
             raise ConfigError(
@@ -393,6 +423,15 @@ def _parsed_plan(key: str, stages: Mapping[str, str], config: RunConfig, *, base
         except PlanError as error:
             raise ConfigError(key, str(error)) from None
     return plan
+
+
+def _check_dp(key: str, model_stage: ModelStage, stage_plan: StagePlan, config: RunConfig) -> None:
+    """Every unit needs a sample: of the step's batch, or of a mini-batch where it trains."""
+    trains = model_stage.stage is Stage.TRAINING
+    samples = config.actor.ppo_mini_batch_size * config.rollout.n if trains else config.samples_per_step
+    if stage_plan.dp > samples:
+        batch = "mini-batch" if trains else "batch"
+        raise ConfigError(key, f"got dp {stage_plan.dp}; a {batch} has {samples} samples, so dp is at most {samples}")
 
 
 def check_model(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> None:

@@ -119,6 +119,8 @@ def test_the_reference_model_is_needed_only_for_a_kl_term(tmp_path: Path) -> Non
         ("plan.actor-training=d8", "plan.actor-training", "needs 8 devices; 4 are available"),
         ("plan.actor-training=d1t2p1@3-4", "plan.actor-training", "5 workers; cluster.workers is 4"),
         ("plan.actor-training=d1", "plan", "names no devices for actor-generation"),
+        ("plan.actor-training=3", "plan.actor-training", "must be a valid string"),
+        ("actor.clip_ratio_c=1.0", "actor.clip_ratio_c", "greater than 1"),
         ("transitions=[{step: 30, plan: {actor-training: d1}}]", "transitions.0.step", "1 to trainer.steps 20"),
         ("transitions=[{stp: 3, plan: {}}]", "transitions.0.step", "missing"),
         ("transitions=[{step: 3, plan: {actor-training: d1}, stp: 3}]", "transitions.0.stp", "transitions.step"),
@@ -167,6 +169,27 @@ def small(**keys: Any) -> RunConfig:
     }  # fmt: skip
     data = MINIMAL["data"] | {"max_prompt_length": 32, "max_response_length": 32}
     return parse_config({**MINIMAL, "data": data, "plan": plan, **keys})
+
+
+def test_more_units_than_samples_are_refused() -> None:
+    data = MINIMAL["data"] | {"train_batch_size": 8}
+    plan = small().plan | {"actor-training": "d4t1p1"}
+    with pytest.raises(ConfigError, match=r"plan.actor-training: got dp 4; a mini-batch has 2 samples"):
+        small(data=data, actor={"ppo_mini_batch_size": 2}, plan=plan)
+
+
+def test_a_shape_becomes_a_model_over_the_tokenizers_vocabulary() -> None:
+    shape = load_config(RECIPES / "quickstart.yaml").model.shape
+    assert shape is not None
+    assert 700_000 < shape.spec(vocab=354).num_params < 900_000
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden", 130), ("hidden", 60), ("num_kv_heads", 3)])
+def test_a_shape_that_is_no_model_is_refused(key: str, value: int) -> None:
+    shape = load_config(RECIPES / "quickstart.yaml", [f"model.shape.{key}={value}"]).model.shape
+    assert shape is not None
+    with pytest.raises(ConfigError, match=f"model.shape.{key}: got {value}"):
+        shape.spec(vocab=354)
 
 
 def specs(spec: ModelSpec) -> dict[Role, ModelSpec]:

@@ -14,7 +14,7 @@ ABSOLUTE_TOLERANCE = 1e-9
 
 _MARK = "####"
 _UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:[eE][+-]?\d+)?"
-_NUMBER = re.compile(rf"[-+]?\s*(?=[\d.]){_UNSIGNED}")
+_NUMBER = re.compile(rf"(?:[-+]\s*)?(?=\.?\d){_UNSIGNED}")
 _FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _RATIO = re.compile(rf"({_NUMBER.pattern})\s*/\s*({_NUMBER.pattern})")
 _IN_TEXT = re.compile(rf"(?<![\w.]){_NUMBER.pattern}(?:\s*/\s*\d+)?")

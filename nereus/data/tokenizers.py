@@ -4,10 +4,10 @@ All three are HF fast tokenizers behind one small class, so any of them can be s
 """
 
 import difflib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import jinja2
 import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -62,10 +62,12 @@ class Tokenizer:
         return [row[:-1] if row and row[-1] == self.eos_id else row for row in ids]
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Tokens of chat messages through the chat template, with the opening of the model's turn."""
-        ids = self._hf.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        """Tokens of chat messages through the chat template, with the opening of the model's turn; raises DataError."""
+        chat = [dict(message) for message in messages]
+        try:
+            ids = self._hf.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+        except jinja2.TemplateError as error:
+            raise DataError(f"{self.source}: the chat template refuses {chat!r}: {error}") from None
         return [int(token) for token in ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -96,8 +98,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise DataError(f"{path}: holds no tokenizer.json, tokenizer.model or vocab.json")
     try:
         hf = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise DataError(f"{path}: the tokenizer cannot be read: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: the tokenizer cannot be read: {type(error).__name__}: {error}") from None
     return Tokenizer(hf, source=str(path))
 
 

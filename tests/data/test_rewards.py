@@ -38,6 +38,7 @@ def test_anything_else_scores_nothing(solution: str) -> None:
         (r"\boxed{x^2 + 1}", "x^2+1"),
         ("the answer is 7.", r"\boxed{7}"),
         ("#### 3.14159", "3.1416"),
+        ("it is 5 ... or so", "5"),
     ],
 )
 def test_a_math_answer_that_is_equal_in_value_scores(solution: str, truth: str) -> None:

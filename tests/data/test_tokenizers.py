@@ -82,9 +82,10 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ['{"model": ', "[]", '{"version": "1.0", "model": {"type": "BPE", "vocab": 3}}'])
+def test_a_broken_tokenizer_is_refused(text: str, tmp_path: Path) -> None:
     byte_tokenizer().save(tmp_path)
-    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(DataError, match="cannot be read"):
         load_tokenizer(tmp_path)
 
@@ -94,3 +95,10 @@ def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
     hf = transformers.AutoTokenizer.from_pretrained(str(tmp_path), eos_token=None)
     with pytest.raises(DataError, match="no end-of-sequence token"):
         Tokenizer(hf, source="folder")
+
+
+def test_a_chat_that_the_template_refuses_is_refused_with_its_reason(tmp_path: Path) -> None:
+    byte_tokenizer().save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system messages') }}")
+    with pytest.raises(DataError, match="the chat template refuses .*: no system messages"):
+        load_tokenizer(tmp_path).encode_chat([{"role": "system", "content": "hi"}])
