@@ -398,6 +398,8 @@ def _check_plans(config: RunConfig) -> None:
 def _parsed_plan(key: str, stages: Mapping[str, str], config: RunConfig, *, base: Plan | None) -> Plan:
     """The plan of a recipe's `stages` over `base`; the error names the model-stage's key."""
     workers, plan = config.cluster.workers, base
+    if not stages:
+        raise ConfigError(key, f"names no model-stage; valid: {', '.join(STAGE_NAMES)}")
     for name, text in stages.items():
         if name not in STAGE_NAMES:
             near = difflib.get_close_matches(name, STAGE_NAMES, n=1)
@@ -412,11 +414,10 @@ def _parsed_plan(key: str, stages: Mapping[str, str], config: RunConfig, *, base
         if missing and config.supply.trace is None and config.cluster.address is None:
             raise ConfigError(
                 f"{key}.{name}",
-                f"{text} needs device {missing[0]}, so {missing[0] + 1} workers; cluster.workers is {workers} "
+                f"{text} needs device {max(missing)}, so {max(missing) + 1} workers; cluster.workers is {workers} "
                 f"(devices 0 to {workers - 1})",
             )
-    if plan is None:
-        raise ConfigError(key, f"names no model-stage; valid: {', '.join(STAGE_NAMES)}")
+    assert plan is not None
     if base is None and key == "plan":
         try:
             config.workflow.check_plan(plan)

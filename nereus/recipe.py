@@ -17,6 +17,15 @@ from nereus.errors import ConfigError
 
 __all__ = ["config_error", "merge_override", "read_recipe"]
 
+KINDS = {
+    "model_type": "it must be a section of keys",
+    "tuple_type": "it must be a list",
+    "dict_type": "it must be a mapping of keys to values",
+    "path_type": "it must be a path",
+    "invalid_key": "keys are text",
+}
+"""What is accepted, in the words of a recipe, for the types of pydantic's errors whose own words are Python's."""
+
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """The nested keys of a YAML file; raises ConfigError naming the file and, where YAML is broken, the line."""
@@ -83,8 +92,7 @@ def config_error(root: type[pydantic.BaseModel], error: pydantic.ValidationError
     if first["type"] == "missing":
         return ConfigError(key, "missing; every recipe needs it")
     what = first["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
-    if first["type"] == "model_type":
-        what = "it must be a section of keys"
+    what = KINDS.get(first["type"], what)
     return ConfigError(key, f"got {first['input']!r}; {what}")
 
 
@@ -92,6 +100,8 @@ def _suggestion(root: type[pydantic.BaseModel], path: Sequence[str]) -> str:
     """The nearest known key: among the section's own first, then by last name among all."""
     section = ".".join(part for part in path[:-1] if not part.isdigit())
     keys = list(_keys(root))
+    if path[-1] in keys:
+        return f"write it nested: {': {'.join(path[-1].split('.'))}: ...{'}' * path[-1].count('.')}"
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
     near = difflib.get_close_matches(path[-1], siblings, n=1)
     if near:

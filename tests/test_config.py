@@ -121,6 +121,10 @@ def test_the_reference_model_is_needed_only_for_a_kl_term(tmp_path: Path) -> Non
         ("plan.actor-training=d1", "plan", "names no devices for actor-generation"),
         ("plan.actor-training=3", "plan.actor-training", "must be a valid string"),
         ("actor.clip_ratio_c=1.0", "actor.clip_ratio_c", "greater than 1"),
+        ("plan.actor-training=d2t2p1@2-5", "plan.actor-training", "needs device 5, so 6 workers"),
+        ("transitions={step: 3}", "transitions", "must be a list"),
+        ("run.dir=[1]", "run.dir", "must be a path"),
+        ("transitions=[{step: 3, plan: {}}]", "transitions.0.plan", "names no model-stage"),
         ("transitions=[{step: 30, plan: {actor-training: d1}}]", "transitions.0.step", "1 to trainer.steps 20"),
         ("transitions=[{stp: 3, plan: {}}]", "transitions.0.step", "missing"),
         ("transitions=[{step: 3, plan: {actor-training: d1}, stp: 3}]", "transitions.0.stp", "transitions.step"),
@@ -155,6 +159,12 @@ def test_broken_yaml_is_refused_with_file_and_line(tmp_path: Path) -> None:
 def test_a_recipe_that_is_not_a_mapping_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds list; a recipe is a mapping"):
         load_config(recipe_file(tmp_path, "- 1\n"))
+
+
+def test_a_dotted_key_in_a_recipe_is_refused_with_its_nested_form(tmp_path: Path) -> None:
+    path = recipe_file(tmp_path, yaml.safe_dump(MINIMAL) + "actor.lr: 3\n")
+    with pytest.raises(ConfigError, match=r"actor.lr: unknown key; write it nested: actor: \{lr: ...\}"):
+        load_config(path)
 
 
 def test_a_missing_section_is_named() -> None:
