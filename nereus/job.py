@@ -5,19 +5,18 @@ the input is found here, before any worker starts.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from nereus.algorithms.loop import Scores
-from nereus.algorithms.ppo import KEYS, PPO, PPOSettings
+from nereus.algorithms.ppo import PPO, PPOSettings
 from nereus.algorithms.schedule import LearningRate
 from nereus.checkpoint.weight_files import check_folder
 from nereus.config import OptimizerConfig, RunConfig, check_model
-from nereus.data.prompts import Prompt, PromptOrder, Row, held_out, read_rows, tokenize
+from nereus.data.dataset import RunData, check_vocab, load_data
+from nereus.data.prompts import Prompt, PromptOrder
 from nereus.data.reward_pool import RewardPool, RewardSample, load_reward
-from nereus.data.tokenizers import Tokenizer, byte_tokenizer, load_tokenizer
+from nereus.data.tokenizers import Tokenizer
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.train import AdamW
 from nereus.errors import ConfigError
@@ -49,17 +48,17 @@ class Job:
 def prepare_job(config: RunConfig, progress: Progress) -> Job:
     """Read and check everything the recipe names; raises an InputError that names the key or file."""
     progress("reading data", 0, 0)
-    train_rows = read_rows(config.data.train)
-    val_rows, num_seen = held_out(train_rows, read_rows(config.data.val), limit=config.trainer.val_samples)
-    notes = [f"{len(train_rows)} training prompts, {len(val_rows)} held out; {num_seen} removed as seen in training"]
+    data = load_data(config)
+    notes = [
+        f"{len(data.train)} training prompts, {len(data.val)} held out; {data.num_removed} removed as seen in training"
+    ]
     reward = _reward(config)
     try:
-        models = _models(config, train_rows, progress, notes)
-        tokenizer = _tokenizer(config, models.actor)
+        models = _models(config, data, progress, notes)
         roles = _roles(config, models)
+        check_vocab(data.tokenizer, roles[Role.ACTOR].spec)
         check_model(config, {role: setup.spec for role, setup in roles.items()})
-        setup = _setup(config, tokenizer, roles, reward, train_rows, val_rows)
-        return Job(setup, _plan(config), reward, tuple(notes))
+        return Job(_setup(config, data, roles, reward), _plan(config), reward, tuple(notes))
     except BaseException:
         if reward is not None:
             reward.close()
@@ -74,21 +73,14 @@ def _reward(config: RunConfig) -> RewardPool | None:
     return load_reward(config.reward.function, timeout=timeout, num_processes=config.reward.num_processes)
 
 
-def _models(config: RunConfig, rows: Sequence[Row], progress: Progress, notes: list[str]) -> WarmModels:
+def _models(config: RunConfig, data: RunData, progress: Progress, notes: list[str]) -> WarmModels:
     """Where the actor and the reward model start from."""
     if config.warm_start.steps or config.warm_start.reward_steps:
-        models = ensure_warm_start(config, rows, progress)
+        models = ensure_warm_start(config, data, progress)
         notes.append(f"warm start {'reused from' if models.cached else 'written to'} {models.actor.parent}")
         return dataclasses.replace(models, reward=models.reward or config.reward.model)
     assert config.model.path is not None
     return WarmModels(config.model.path, config.reward.model, cached=False)
-
-
-def _tokenizer(config: RunConfig, actor: Path) -> Tokenizer:
-    kind = config.data.tokenizer
-    if kind == "byte":
-        return byte_tokenizer()
-    return load_tokenizer(actor if kind in (None, "trained") else str(kind))
 
 
 def _roles(config: RunConfig, models: WarmModels) -> dict[Role, RoleSetup]:
@@ -101,8 +93,8 @@ def _roles(config: RunConfig, models: WarmModels) -> dict[Role, RoleSetup]:
         Role.REWARD: models.reward,
     }
     optimizers = {
-        Role.ACTOR: _optimizer(config, config.actor, "actor"),
-        Role.CRITIC: _optimizer(config, config.critic, "critic"),
+        Role.ACTOR: _optimizer(config, config.actor),
+        Role.CRITIC: _optimizer(config, config.critic),
     }
     roles: dict[Role, RoleSetup] = {}
     for role, folder in folders.items():
@@ -127,39 +119,23 @@ def _roles(config: RunConfig, models: WarmModels) -> dict[Role, RoleSetup]:
     return roles
 
 
-def _optimizer(config: RunConfig, section: OptimizerConfig, key: str) -> AdamW:
+def _optimizer(config: RunConfig, section: OptimizerConfig) -> AdamW:
     updates_per_step = config.num_mini_batches * config.actor.ppo_epochs
-    rate = LearningRate(
-        section.lr,
-        warmup_updates=section.lr_warmup_steps * updates_per_step,
-        total_updates=config.trainer.steps * updates_per_step,
-        decay=section.lr_decay,
-        min_ratio=section.min_lr_ratio,
-        key=key,
-    )
-    return AdamW(rate.at, section.betas, section.eps, section.weight_decay, section.grad_clip)
+    rate = LearningRate.from_config(section, total_updates=config.trainer.steps * updates_per_step)
+    return AdamW(rate, section.betas, section.eps, section.weight_decay, section.grad_clip)
 
 
-def _setup(
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    roles: Mapping[Role, RoleSetup],
-    reward: RewardPool | None,
-    train_rows: Sequence[Row],
-    val_rows: Sequence[Row],
-) -> JobSetup:
-    limit = config.data.max_prompt_length
-    prompts = tokenize(train_rows, tokenizer, max_prompt_length=limit)
-    stops = tuple(dict.fromkeys((tokenizer.eos_id, *config.rollout.stop_token_ids)))
+def _setup(config: RunConfig, data: RunData, roles: Mapping[Role, RoleSetup], reward: RewardPool | None) -> JobSetup:
+    stops = tuple(dict.fromkeys((data.tokenizer.eos_id, *config.rollout.stop_token_ids)))
     return JobSetup(
         workflow=config.workflow,
-        algorithm=PPO(ppo_settings(config)),
+        algorithm=PPO(PPOSettings.from_config(config)),
         roles=roles,
-        prompts=prompts,
-        val_prompts=tokenize(val_rows, tokenizer, max_prompt_length=limit),
-        order=PromptOrder(len(prompts), seed=config.trainer.seed),
+        prompts=data.train,
+        val_prompts=data.val,
+        order=PromptOrder(len(data.train), seed=config.trainer.seed),
         batch=config.data.train_batch_size,
-        score=Scorer(reward, tokenizer),
+        score=Scorer(reward, data.tokenizer),
         sampling=SamplingParams(
             config.data.max_response_length,
             temperature=config.rollout.temperature,
@@ -170,21 +146,6 @@ def _setup(
         seed=config.trainer.seed,
         timeout=CALL_TIMEOUT,
     )
-
-
-def ppo_settings(config: RunConfig) -> PPOSettings:
-    """The algorithm's settings from their recipe keys."""
-    values: dict[str, Any] = {}
-    for name, key in KEYS.items():
-        section, _, field = key.partition(".")
-        value = getattr(getattr(config, section), field, None)
-        if value is not None:
-            values[name] = value
-    if not config.algorithm.use_kl_in_reward:
-        values["kl_coef"] = 0.0
-    if not config.actor.use_kl_loss:
-        values["kl_loss_coef"] = 0.0
-    return PPOSettings(**values)
 
 
 class Scorer:

@@ -31,11 +31,12 @@ class LearningRate:
     min_ratio: float = 0.0
 
     @classmethod
-    def from_config(cls, optimizer: OptimizerConfig, *, total_updates: int) -> "LearningRate":
+    def from_config(cls, optimizer: OptimizerConfig, *, num_steps: int, updates_per_step: int) -> "LearningRate":
+        """The schedule of a run of num_steps RL steps; `lr_warmup_steps` counts RL steps too."""
         return cls(
             peak=optimizer.lr,
-            warmup_updates=optimizer.lr_warmup_steps,
-            total_updates=total_updates,
+            warmup_updates=optimizer.lr_warmup_steps * updates_per_step,
+            total_updates=num_steps * updates_per_step,
             decay=optimizer.lr_decay,
             min_ratio=optimizer.min_lr_ratio,
         )

@@ -38,6 +38,6 @@ def test_a_run_shorter_than_its_warm_up_only_warms_up() -> None:
 
 def test_a_recipe_gives_its_schedule_and_the_schedule_travels_to_a_worker() -> None:
     optimizer = OptimizerConfig(lr=0.5, lr_warmup_steps=2, lr_decay="linear", min_lr_ratio=0.1)
-    rate = LearningRate.from_config(optimizer, total_updates=12)
-    assert rate == LearningRate(peak=0.5, warmup_updates=2, total_updates=12, decay="linear", min_ratio=0.1)
+    rate = LearningRate.from_config(optimizer, num_steps=12, updates_per_step=3)
+    assert rate == LearningRate(peak=0.5, warmup_updates=6, total_updates=36, decay="linear", min_ratio=0.1)
     assert pickle.loads(pickle.dumps(rate)) == rate
