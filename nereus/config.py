@@ -85,6 +85,7 @@ class ShapeConfig(Section):
             head_dim=self.hidden // self.num_heads,
             ffn=self.ffn,
             vocab=vocab,
+            rms_eps=1e-5,
             max_positions=self.max_positions,
         )
 
@@ -163,7 +164,7 @@ class AlgorithmConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with warm-up and decay, counted in updates. `grad_clip` bounds the global gradient norm."""
+    """AdamW with warm-up and decay, counted in RL steps. `grad_clip` bounds the global gradient norm."""
 
     lr: Positive
     lr_warmup_steps: Whole = 0

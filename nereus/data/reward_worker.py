@@ -17,7 +17,8 @@ from typing import Any
 __all__ = ["find_function", "score_of"]
 
 Score = Callable[..., Any]
-ALARM_GRACE_S = 5.0
+ALARM_GRACE_S = 2.0
+"""The alarm comes so much after the pool would have ended the child itself."""
 
 
 def find_function(module: str, name: str) -> Score:

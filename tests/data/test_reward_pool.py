@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,6 +18,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "raise":
         raise KeyError("nothing here")
     if solution_str == "loop":
+        while True:
+            pass
+    if solution_str == "kill parent and loop":
+        os.kill(os.getppid(), 9)
         while True:
             pass
     if solution_str == "sleep in C":
@@ -128,6 +134,26 @@ def test_closing_the_pool_ends_its_children_and_what_they_started(functions: Pat
         pool.score(samples("grandchild", truth=str(note)))
         assert alive(child)
     assert gone_within(child, 5) and gone_within(int(note.read_text()), 5)
+
+
+ORPHAN = """
+import os, sys
+from datetime import timedelta
+from nereus.data.reward_pool import RewardSample, load_reward
+
+pool = load_reward(sys.argv[1] + ":compute_score", timeout=timedelta(seconds=0.5), num_processes=1)
+print(int(pool.score([RewardSample("task", "pid", "")]).scores[0]), flush=True)
+if sys.argv[2] == "idle":
+    os.kill(os.getpid(), 9)
+pool.score([RewardSample("task", "kill parent and loop", "")])
+"""
+
+
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_a_child_does_not_outlive_a_run_that_was_killed(state: str, functions: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", ORPHAN, functions, state], stdout=subprocess.PIPE, timeout=60)
+    assert run.returncode == -9
+    assert gone_within(int(run.stdout), 10)
 
 
 def test_a_pool_can_be_used_again_after_it_was_closed(functions: Path) -> None:
