@@ -121,7 +121,7 @@ def _roles(config: RunConfig, models: WarmModels) -> dict[Role, RoleSetup]:
 
 def _optimizer(config: RunConfig, section: OptimizerConfig) -> AdamW:
     updates_per_step = config.num_mini_batches * config.actor.ppo_epochs
-    rate = LearningRate.from_config(section, total_updates=config.trainer.steps * updates_per_step)
+    rate = LearningRate.from_config(section, num_steps=config.trainer.steps, updates_per_step=updates_per_step)
     return AdamW(rate, section.betas, section.eps, section.weight_decay, section.grad_clip)
 
 
