@@ -22,12 +22,15 @@ from transformers import (
     Qwen3Config,
 )
 
+from nereus.algorithms.base import Objective
 from nereus.algorithms.buffer import RolloutBatch
-from nereus.engines.state import StateKind, UnitState, state_dtypes, zeros_on
-from nereus.engines.train import RankGroups, vote_timeout
+from nereus.algorithms.types import OutputKind, Outputs
+from nereus.boxes import Box
+from nereus.engines.state import StateKind, UnitState, shard_view, state_dtypes, zeros_on
+from nereus.engines.train import AdamW, RankGroups, Trainer, UpdateResult
 from nereus.model import Head, ModelSpec
-from nereus.plan import Layout
-from nereus.runtime.groups import Group, build_group
+from nereus.plan import ACTOR_TRAINING, Layout, StagePlan
+from nereus.runtime.ranks import join_groups, rank_group_specs
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -58,7 +61,7 @@ SIZES = {
 def make_twin(family: str, *, head: Head = Head.LM, seed: int = 0, **sizes: Any) -> PreTrainedModel:
     """A `transformers` model in fp32 with random weights in which no parameter is without effect."""
     config_class, own = CONFIGS[family]
-    config = config_class(**{**SIZES, **own, "pad_token_id": 0, **sizes})
+    config = config_class(**{**SIZES, **own, "pad_token_id": None, **sizes})
     if head is Head.SCORE:
         config.num_labels = 1
         twin = AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa")
@@ -174,7 +177,7 @@ def load_state(
     for kind in {StateKind.PARAM, StateKind.MASTER} & state.flats.keys():
         for shard in state.shards:
             whole = weights[shard.param.name]
-            state.view(shard.param.name, kind).copy_(whole[shard.box.within(type(shard.box).whole(shard.param.shape))])
+            state.view(shard.param.name, kind).copy_(whole[shard.box.within(Box.whole(shard.param.shape))])
     return state
 
 
@@ -194,10 +197,12 @@ def run_places(
 ) -> list[list[Any]]:
     """[[fn(place) for each rank] for each unit], every place a thread; `timeout_s` is that of the groups."""
     size, store = layout.num_ranks, HashStore()
+    plan = StagePlan.of(layout, range(dp * size))
 
-    def run(index: int, _: StoreFactory) -> Any:
-        unit, rank = divmod(index, size)
-        groups = _join(spec, layout, dp, unit, rank, store, timedelta(seconds=timeout_s))
+    def run(device: int, _: StoreFactory) -> Any:
+        unit, rank = divmod(device, size)
+        specs = rank_group_specs(spec, ACTOR_TRAINING, plan, device, generation=0)
+        groups = join_groups(specs, store, device, timeout=timedelta(seconds=timeout_s), backend="gloo", trains=True)
         try:
             return fn(Place(spec, layout, unit, rank, groups))
         finally:
@@ -207,19 +212,118 @@ def run_places(
     return [results[unit * size : (unit + 1) * size] for unit in range(dp)]
 
 
-def _join(
-    spec: ModelSpec, layout: Layout, dp: int, unit: int, rank: int, store: HashStore, timeout: timedelta
-) -> RankGroups:
-    tp_rank, pp_rank = layout.tp_rank(rank), layout.pp_rank(rank)
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What one update left behind, whole: gradients as applied, parameters, and the numbers reported."""
 
-    def join(name: str, rank: int, size: int, timeout: timedelta = timeout) -> Group:
-        return build_group(store, name, rank=rank, size=size, timeout=timeout)
+    grads: dict[str, torch.Tensor]
+    params: dict[str, torch.Tensor]
+    grad_norm: float
+    metrics: dict[str, float]
 
-    ties = spec.tied and layout.pp > 1 and pp_rank in (0, layout.pp - 1)
-    return RankGroups(
-        tp=join(f"tp/{unit}/{pp_rank}", tp_rank, layout.tp),
-        pp=join(f"pp/{unit}/{tp_rank}", pp_rank, layout.pp),
-        dp=join(f"dp/{rank}", unit, dp),
-        tie=join(f"tie/{unit}/{tp_rank}", int(pp_rank > 0), 2) if ties else Group.single(),
-        all=join("all", unit * layout.num_ranks + rank, dp * layout.num_ranks, vote_timeout(timeout)),
+
+def twin_update(
+    twin: PreTrainedModel, batch: RolloutBatch, objective: Objective, optimizer: AdamW, *, num_updates: int = 1
+) -> Update:
+    """Updates of the twin by autograd and `torch.optim.AdamW`, the same batch every time; what the last one left."""
+    rate = optimizer.learning_rate(0)
+    adam = torch.optim.AdamW(
+        twin.parameters(), rate, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
     )
+    for _ in range(num_updates):
+        adam.zero_grad()
+        loss, metrics = objective(twin_outputs(twin, batch, objective), batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), optimizer.max_norm)
+        adam.step()
+    named = dict(twin.named_parameters())
+    grads = {name: weight.grad for name, weight in named.items() if weight.grad is not None}
+    params = {name: weight.detach() for name, weight in named.items()}
+    return Update(grads, params, float(norm), {name: float(value) for name, value in metrics.items()})
+
+
+def twin_outputs(twin: PreTrainedModel, batch: RolloutBatch, objective: Objective) -> Outputs:
+    """What an objective reads, sample by sample from whole rows of logits or the scalar head."""
+    columns: list[tuple[torch.Tensor, ...]] = []
+    for tokens, length in zip(sequences(batch), batch.response_lengths.tolist(), strict=True):
+        predicting = slice(len(tokens) - length - 1, len(tokens) - 1)
+        hidden = twin.model(tokens.unsqueeze(0)).last_hidden_state[0]
+        if objective.output is OutputKind.LOGPROBS:
+            rows = twin.lm_head(hidden[predicting]).log_softmax(-1)
+            picked = rows.gather(-1, tokens[len(tokens) - length :].unsqueeze(-1)).squeeze(-1)
+            columns.append((picked, -(rows.exp() * rows).sum(-1)))
+        else:
+            last = slice(len(tokens) - 1, len(tokens))
+            columns.append((twin.score(hidden[predicting if objective.output is OutputKind.VALUES else last])[:, 0],))
+    joined = [torch.cat(parts) for parts in zip(*columns, strict=True)]
+    if objective.output is OutputKind.LOGPROBS:
+        return Outputs(logprobs=joined[0], entropy=joined[1] if objective.needs_entropy else None)
+    return Outputs(values=joined[0]) if objective.output is OutputKind.VALUES else Outputs(scores=joined[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class RankUpdate:
+    """What a rank of a unit is left with after its updates."""
+
+    trainer: Trainer
+    result: UpdateResult
+
+
+def engine_update(
+    spec: ModelSpec,
+    weights: dict[str, torch.Tensor],
+    batch: RolloutBatch,
+    objective: Objective,
+    optimizer: AdamW,
+    *,
+    layout: Layout,
+    dp: int = 1,
+    micro_batch: int = 2,
+    num_updates: int = 1,
+    recompute: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> list[list[RankUpdate]]:
+    """The same updates by `dp` units of a layout; [unit][rank]."""
+    shares = batch.shares(dp)
+
+    def run(place: Place) -> RankUpdate:
+        state = load_state(spec, layout, place.rank, weights, dtype=dtype, trains=True)
+        trainer = Trainer(state, place.groups, optimizer, recompute=recompute)
+        for _ in range(num_updates):
+            result = trainer.update(shares[place.unit], objective, micro_batch=micro_batch)
+        return RankUpdate(trainer, result)
+
+    return run_places(spec, layout, run, dp=dp)
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """Largest differences to the twin, over all ranks and replicas; tensors relative to the largest entry of each."""
+
+    loss: float
+    grads: float
+    norm: float
+    params: float
+
+
+def errors(units: list[list[RankUpdate]], expected: Update) -> Errors:
+    """How far an engine's update is from the twin's."""
+    grads, params, norm = 0.0, 0.0, 0.0
+    for place in (place for unit in units for place in unit):
+        state = place.trainer.state
+        norm = max(norm, abs(place.result.grad_norm / expected.grad_norm - 1))
+        for shard in state.shards:
+            if shard.box.numel == 0:
+                continue
+            name, cut = shard.param.name, shard.box.within(Box.whole(shard.param.shape))
+            grads = max(grads, _error(shard_view(place.trainer.grads, shard), expected.grads[name], cut))
+            params = max(params, _error(state.view(name), expected.params[name], cut))
+    totals = {
+        name: sum(place.result.metrics.get(name, 0.0) for unit in units for place in unit) for name in expected.metrics
+    }
+    loss = max(abs(totals[name] - value) / max(1.0, abs(value)) for name, value in expected.metrics.items())
+    return Errors(loss, grads, norm, params)
+
+
+def _error(part: torch.Tensor, whole: torch.Tensor, cut: tuple[slice, ...]) -> float:
+    return float((part - whole[cut]).abs().max() / whole.abs().max())
