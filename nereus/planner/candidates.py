@@ -26,6 +26,7 @@ class Candidate:
     wave_seconds: seconds in each wave of the workflow (zero where it has no task).
     active_bytes, idle_bytes: on its fullest device while its tasks run, and while those of others do.
     shared_active_bytes, shared_idle_bytes: the same where its role's training model-stage holds the parameters.
+    grain: devices that must lie in one node: a tensor-parallel group, or a whole unit.
     region: index of the kind of block it was priced on.
     """
 
@@ -38,6 +39,7 @@ class Candidate:
     idle_bytes: int
     shared_active_bytes: int
     shared_idle_bytes: int
+    grain: int
     region: int = 0
 
     @property
@@ -46,8 +48,8 @@ class Candidate:
 
     @property
     def num_groups(self) -> int:
-        """Tensor-parallel groups, each of which must lie in one node."""
-        return self.layout.pp * self.dp
+        """Groups of `grain` devices, each of which must lie in one node."""
+        return self.num_devices // self.grain
 
     @property
     def shape(self) -> str:
@@ -62,6 +64,7 @@ class Candidates:
     tp: Ints
     pp: Ints
     dp: Ints
+    grain: Ints
     micro_batch: Ints
     recompute: Ints
     region: Ints
@@ -99,6 +102,7 @@ class Candidates:
             idle_bytes=int(self.idle[row]),
             shared_active_bytes=int(self.shared_active[row]),
             shared_idle_bytes=int(self.shared_idle[row]),
+            grain=int(self.grain[row]),
             region=int(self.region[row]),
         )
 
@@ -114,6 +118,7 @@ class Candidates:
             tp=ints(c.layout.tp for c in listed),
             pp=ints(c.layout.pp for c in listed),
             dp=ints(c.dp for c in listed),
+            grain=ints(c.grain for c in listed),
             micro_batch=ints(c.micro_batch for c in listed),
             recompute=ints(RECOMPUTES.index(c.recompute) for c in listed),
             region=ints(c.region for c in listed),
@@ -133,8 +138,7 @@ class Candidates:
 def best_settings(candidates: Candidates) -> Candidates:
     """Without the micro-batch and recomputation settings that another of the same shape and region dominates.
 
-    Dominated: no better in the seconds of any wave nor in active bytes (idle bytes do not depend on the setting).
-    Of equal ones the first stays.
+    Dominated: no better in the seconds of any wave nor in active and idle bytes. Of equal ones the first stays.
     """
     if not len(candidates):
         return candidates
@@ -143,13 +147,14 @@ def best_settings(candidates: Candidates) -> Candidates:
             candidates.active,
             candidates.total_seconds,
             candidates.region,
+            candidates.grain,
             candidates.dp,
             candidates.pp,
             candidates.tp,
         )
     )
     ordered = candidates.take(order)
-    key = np.stack([ordered.tp, ordered.pp, ordered.dp, ordered.region])
+    key = np.stack([ordered.tp, ordered.pp, ordered.dp, ordered.grain, ordered.region])
     starts = np.flatnonzero(np.concatenate([[True], (key[:, 1:] != key[:, :-1]).any(axis=0)]))
     bounds = [*starts.tolist(), len(ordered)]
     keep: list[int] = []
@@ -186,7 +191,7 @@ def frontier(candidates: Candidates, *, slack_s: float = 0.0) -> Candidates:
             & (ordered.active[kept] <= ordered.active[row])
             & (ordered.idle[kept] <= ordered.idle[row])
             & (ordered.region[kept] == ordered.region[row])
-            & (ordered.tp[row] % ordered.tp[kept] == 0)
+            & (ordered.grain[row] % ordered.grain[kept] == 0)
             & (ordered.seconds[kept] + slack_s <= ordered.seconds[row]).all(axis=1)
         )
         if slack_s:

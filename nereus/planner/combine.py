@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nereus.plan import ModelStage
-from nereus.planner.candidates import Candidate, Candidates, Floats, Ints
+from nereus.planner.bounds import Bounds, Options
+from nereus.planner.candidates import Candidate, Candidates, Floats
 from nereus.planner.placement import Block, Line, place
 
 
@@ -97,11 +98,13 @@ class Combiner:
         self.in_turn = placement is Placement.COLOCATED
         self.tables = {m: self._possible(table) for m, table in tables.items()}
         self.syncs, self.sync_price = tuple(syncs), sync_price
+        self.bounds = Bounds(
+            {m: Options(table.num_devices, table.seconds) for m, table in self.tables.items()},
+            num_devices=line.num_devices,
+            in_turn=self.in_turn,
+        )
+        self.crosser = self.bounds.crosser
         self.order = sorted(self.tables, key=self._priority)
-        self.num_waves = next(iter(self.tables.values())).seconds.shape[1]
-        crossing = [m for m in self.order if self._is_crosser(m)]
-        assert len(crossing) <= 1, "at most one model-stage may have tasks in several waves"
-        self.crosser = crossing[0] if crossing else None
         self.best: Combination | None = None
         self.best_seconds = limit_s
         self._placed: dict[tuple[tuple[Block, ...], tuple[int, ...]], tuple[tuple[int, int], ...] | None] = {}
@@ -112,9 +115,6 @@ class Combiner:
         least = np.minimum(table.active, table.shared_active)
         return table.take((table.num_devices <= self.line.num_devices) & (least <= self.line.max_capacity))
 
-    def _is_crosser(self, model_stage: ModelStage) -> bool:
-        return bool(((self.tables[model_stage].seconds > 0).sum(axis=1) > 1).any())
-
     def _priority(self, model_stage: ModelStage) -> tuple[bool, int, bool, float]:
         """The one with tasks in several waves first, then sources before targets, then the slow before the fast."""
         table = self.tables[model_stage]
@@ -122,117 +122,14 @@ class Combiner:
         roles = [source.role for source, _ in self.syncs]
         place = roles.index(model_stage.role) if model_stage.role in roles else len(roles)
         is_source = any(model_stage == source for source, _ in self.syncs)
-        return not self._is_crosser(model_stage), place, not is_source, slowest
+        return model_stage != self.crosser, place, not is_source, slowest
 
     def solve(self) -> Combination | None:
         """The optimum, or None where nothing (faster than the limit) fits."""
         if any(not len(table) for table in self.tables.values()):
             return None
-        self._prepare()
-        start = _Part(np.zeros(self.num_waves), {}, {}, (), ())
-        self._expand(0, start)
+        self._expand(0, _Part(np.zeros(self.bounds.num_waves), {}, {}, (), ()))
         return self.best
-
-    def _prepare(self) -> None:
-        """Bounds over what is not chosen yet: by depth and wave, and by devices left for one model-stage."""
-        size = len(self.order)
-        self._fastest = {m: self.tables[m].seconds.min(axis=0) for m in self.order}
-        self._fewest = {m: int(self.tables[m].num_devices.min()) for m in self.order}
-        self._rest = np.zeros((size + 1, self.num_waves))
-        for depth in range(size - 1, -1, -1):
-            fastest = self._fastest[self.order[depth]]
-            after = self._rest[depth + 1]
-            self._rest[depth] = after + fastest if self.in_turn else np.maximum(after, fastest)
-        self._by_devices = {m: self._best_by_devices(self.tables[m]) for m in self.order}
-        self._row_best = self._concurrent_best()
-
-    def _best_by_devices(self, table: Candidates) -> Floats:
-        """[devices + 1, waves]: the fewest seconds with at most so many devices; infinite where none fits."""
-        best = np.full((self.line.num_devices + 1, self.num_waves), math.inf)
-        devices = table.num_devices
-        for wave in range(self.num_waves):
-            np.minimum.at(best[:, wave], devices, table.seconds[:, wave])
-        np.minimum.accumulate(best, axis=0, out=best)
-        return best
-
-    def _companions(self, model_stage: ModelStage, rows: Mapping[ModelStage, int]) -> list[ModelStage]:
-        """Model-stages not chosen yet that must be disjoint from `model_stage` for running at the same time."""
-        if self.in_turn:
-            return []
-        return [m for m in self.order if m != model_stage and m.stage == model_stage.stage and m not in rows]
-
-    def _concurrent_best(self) -> Floats | None:
-        """[devices + 1]: seconds of the wave the crosser shares, without it, its members disjoint on so many devices."""
-        if self.crosser is None or self.in_turn:
-            return None
-        waves = [w for w in range(self.num_waves) if float(self._fastest[self.crosser][w]) > 0]
-        members = [
-            m
-            for m in self.order
-            if m.stage != self.crosser.stage and any(float(self._fastest[m][w]) > 0 for w in waves)
-        ]
-        self._shared_members = members
-        if not members:
-            return None
-        self._shared_wave = next(w for w in waves if float(self._fastest[members[0]][w]) > 0)
-        wave, size = self._shared_wave, self.line.num_devices
-        times = np.unique(np.concatenate([self.tables[m].seconds[:, wave] for m in members]))
-        needed = np.zeros(len(times), dtype=np.int64)
-        for m in members:
-            devices, seconds = self.tables[m].num_devices, self.tables[m].seconds[:, wave]
-            order = np.argsort(seconds, kind="stable")
-            fewest = np.minimum.accumulate(devices[order])
-            known = np.searchsorted(seconds[order], times, side="right")
-            needed += np.where(known > 0, fewest[np.maximum(known, 1) - 1], size + 1)
-        best = np.full(size + 1, math.inf)
-        fits = needed <= size
-        np.minimum.at(best, needed[fits], times[fits])
-        found: Floats = np.minimum.accumulate(best)
-        return found
-
-    def _bounds(self, depth: int, part: _Part) -> Floats:
-        """For each candidate of the model-stage at `depth`: a bound on any completion, less its own synchronization."""
-        model_stage = self.order[depth]
-        table = self.tables[model_stage]
-        devices = table.num_devices
-        rest = self._rest[depth + 1]
-        if self.in_turn:
-            bounds: Floats = (part.waves + table.seconds + rest).sum(axis=1) + part.sync_seconds
-            return bounds
-        waves = np.maximum(np.maximum(part.waves, table.seconds), rest)
-        size = self.line.num_devices
-        same = [m for m in part.rows if m.stage == model_stage.stage]
-        used = sum(int(self.tables[m].num_devices[part.rows[m]]) for m in same)
-        companions = self._companions(model_stage, part.rows)
-        least = sum(self._fewest[m] for m in companions)
-        left = size - used - least - devices
-        for companion in companions:
-            budget = np.clip(left + self._fewest[companion], 0, size)
-            waves = np.maximum(waves, self._by_devices[companion][budget])
-        if self._row_best is not None:
-            self._bound_shared_wave(model_stage, part, waves, table, devices)
-        bounds = waves.sum(axis=1) + part.sync_seconds
-        bounds[left < 0] = math.inf
-        return bounds
-
-    def _bound_shared_wave(
-        self, model_stage: ModelStage, part: _Part, waves: Floats, table: Candidates, devices: Ints
-    ) -> None:
-        """Raise the bounds of the wave in which the crosser and others run, where they must share devices."""
-        assert self.crosser is not None and self._row_best is not None
-        wave, size = self._shared_wave, self.line.num_devices
-        if model_stage == self.crosser:
-            own = table.seconds[:, wave]
-            apart = np.maximum(own, self._row_best[size - devices])
-            fastest = min(float(self._fastest[m][wave]) for m in self._shared_members)
-            together = np.maximum(self._row_best[size], own + fastest)
-            waves[:, wave] = np.maximum(waves[:, wave], np.minimum(apart, together))
-        elif model_stage in self._shared_members and self.crosser in part.rows:
-            crosser = self.tables[self.crosser]
-            row = part.rows[self.crosser]
-            forced = devices + int(crosser.num_devices[row]) > size
-            both = table.seconds[:, wave] + crosser.seconds[row, wave]
-            waves[:, wave] = np.where(forced, np.maximum(waves[:, wave], both), waves[:, wave])
 
     def _expand(self, depth: int, part: _Part) -> None:
         if depth == len(self.order):
@@ -241,7 +138,7 @@ class Combiner:
         self.num_expanded += 1
         model_stage = self.order[depth]
         table = self.tables[model_stage]
-        bounds = self._bounds(depth, part)
+        bounds = self.bounds.completions(model_stage, part.rows, part.waves) + part.sync_seconds
         alone, glued, pair = self._sync_bounds(model_stage, table, part)
         entries = [(bounds + alone, False)] if alone is not None else [(bounds, False)]
         if glued is not None:
@@ -266,6 +163,7 @@ class Combiner:
                 (table.tp == partner.tp[row])
                 & (table.pp == partner.pp[row])
                 & (table.dp == partner.dp[row])
+                & (table.grain == partner.grain[row])
                 & (table.region // 2 == partner.region[row] // 2)
             )
             return self.sync_price(source, partner[row], table), same, (source, target)
@@ -304,16 +202,10 @@ class Combiner:
             members = (*part.members[:at], (*part.members[at], model_stage), *part.members[at + 1 :])
             sync, shared = {**sync, pair: 0.0}, shared | {model_stage}
         else:
-            groups = int(table.pp[row] * table.dp[row])
+            grain = int(table.grain[row])
+            groups = int(table.num_devices[row]) // grain
             idle = int(table.idle[row])
-            block = Block(
-                len(part.blocks),
-                int(table.tp[row]),
-                groups,
-                int(table.region[row]),
-                idle,
-                int(table.active[row]) - idle,
-            )
+            block = Block(len(part.blocks), grain, groups, int(table.region[row]), idle, int(table.active[row]) - idle)
             blocks, members = (*part.blocks, block), (*part.members, (model_stage,))
             if pair is not None and alone is not None:
                 sync = {**sync, pair: float(alone[row])}
@@ -377,16 +269,16 @@ class Combiner:
 
     def _wave_options(self, part: _Part) -> list[tuple[Floats, tuple[ModelStage, ...]]]:
         """(wave seconds, model-stages that must then stay off the crosser's devices), fastest first."""
-        if self.crosser is None or self.in_turn or self._row_best is None:
+        if self.crosser is None or self.in_turn or not self.bounds.shared_members:
             return [(part.waves, ())]
-        wave, crosser = self._shared_wave, self.tables[self.crosser]
+        wave, crosser = self.bounds.shared_wave, self.tables[self.crosser]
         own = float(crosser.seconds[part.rows[self.crosser], wave])
-        both = {m: own + float(self.tables[m].seconds[part.rows[m], wave]) for m in self._shared_members}
+        both = {m: own + float(self.tables[m].seconds[part.rows[m], wave]) for m in self.bounds.shared_members}
         options = []
         for limit in sorted({float(part.waves[wave]), *both.values()}):
             if limit < part.waves[wave]:
                 continue
             waves = part.waves.copy()
             waves[wave] = limit
-            options.append((waves, tuple(m for m in self._shared_members if both[m] > limit)))
+            options.append((waves, tuple(m for m in self.bounds.shared_members if both[m] > limit)))
         return options

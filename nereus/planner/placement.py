@@ -35,11 +35,12 @@ class Region:
 class Block:
     """What `place` must know of one model-stage (or of two that share parameters and devices).
 
+    grain, groups: so many devices that must stay in one node, so many times.
     peak: bytes it adds beyond `idle` while it is active. index: its bit in the masks of conflicts.
     """
 
     index: int
-    tp: int
+    grain: int
     groups: int
     region: int
     idle: int
@@ -201,7 +202,7 @@ def _planning_order(cluster: Cluster) -> tuple[tuple[Device, ...], list[int]]:
     rank = speed_ranks(cluster)
     nodes = [sorted(node, key=lambda d: (rank[d.accelerator], -d.memory_bytes)) for node in cluster.nodes.values()]
     nodes.sort(key=lambda node: (rank[node[-1].accelerator], rank[node[0].accelerator], -node[-1].memory_bytes))
-    starts, devices = [], []
+    starts, devices = list[int](), list[Device]()
     for node in nodes:
         starts.append(len(devices))
         devices += node
@@ -259,17 +260,17 @@ class _Arrangement:
         """(start, end) of the positions at or after `first` that block number `place` may take."""
         block = self.blocks[place]
         if self.at_start:
-            end = self.line.end(0, block.tp, block.groups)
+            end = self.line.end(0, block.grain, block.groups)
             fits = end is not None and self.line.in_region(0, end, self.line.regions[block.region])
             return [(0, end)] if fits and end is not None else []
         behind = {position for position, _ in self.line.runs}
         behind.update(span[1] for span in self.spans if span is not None)
         found: list[tuple[int, int]] = []
         for position in behind:
-            start = self.line.next_start(position, block.tp, block.groups, block.region)
+            start = self.line.next_start(position, block.grain, block.groups, block.region)
             if start is None or start < first:
                 continue
-            end = self.line.end(start, block.tp, block.groups)
+            end = self.line.end(start, block.grain, block.groups)
             if end is not None and (start, end) not in found:
                 found.append((start, end))
         return sorted(found)

@@ -33,17 +33,17 @@ def line(cluster: Cluster):
     return devices
 
 
-def block(devices, start, tp, groups):
-    """Positions from `start` to the last one that `groups` groups of `tp` fill, or None; groups stay in a node."""
+def block(devices, start, grain, groups):
+    """Positions from `start` to the last one that `groups` groups of `grain` fill, or None; groups stay in a node."""
     position, end = start, start
     for _ in range(groups):
         while True:
-            if position + tp > len(devices):
+            if position + grain > len(devices):
                 return None
-            if devices[position][1] == devices[position + tp - 1][1]:
+            if devices[position][1] == devices[position + grain - 1][1]:
                 break
             position += 1
-        position += tp
+        position += grain
         end = position
     return range(start, end)
 
@@ -59,7 +59,7 @@ def positions(devices, candidate, *, at_start):
     name, inside = regions(devices)[candidate.region]
     found = []
     for start in range(1 if at_start else len(devices)):
-        span = block(devices, start, candidate.layout.tp, candidate.num_groups)
+        span = block(devices, start, candidate.grain, candidate.num_groups)
         if span is None:
             continue
         one_node = devices[span[0]][1] == devices[span[-1]][1]

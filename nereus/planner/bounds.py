@@ -1,0 +1,121 @@
+"""How fast a step can still become, for every candidate of a model-stage at once: bounds that hold for all completions.
+
+Only seconds and numbers of devices enter; memory, positions and synchronization can make a step slower, not faster.
+Within a stage devices are shared out: what one model-stage takes, those that run beside it do not have. In the wave in
+which one model-stage of another stage also has a task (the *crosser*: the trainer's old log-probabilities), members
+either leave its devices alone or wait for it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from nereus.plan import ModelStage
+from nereus.planner.candidates import Floats, Ints
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Options:
+    """Candidates of one model-stage as the bounds see them: devices [rows] and seconds [rows, waves]."""
+
+    devices: Ints
+    seconds: Floats
+
+
+class Bounds:
+    """Bounds over the options of all model-stages of a step. in_turn: all run one after the other."""
+
+    def __init__(self, options: Mapping[ModelStage, Options], *, num_devices: int, in_turn: bool) -> None:
+        self.options, self.num_devices, self.in_turn = dict(options), num_devices, in_turn
+        self.num_waves = next(iter(self.options.values())).seconds.shape[1]
+        infinite = np.full(self.num_waves, math.inf)
+        self._fastest = {m: o.seconds.min(axis=0) if len(o.devices) else infinite for m, o in self.options.items()}
+        self._fewest = {m: int(o.devices.min()) if len(o.devices) else num_devices + 1 for m, o in self.options.items()}
+        crossing = [m for m, fastest in self._fastest.items() if (fastest > 0).sum() > 1 and np.isfinite(fastest).all()]
+        assert len(crossing) <= 1, "at most one model-stage may have tasks in several waves"
+        self.crosser = crossing[0] if crossing and not in_turn else None
+        self.shared_wave, self.shared_members = self._shared()
+        self._by_devices = {m: self._best_by_devices(o) for m, o in self.options.items()}
+        self._together = self._concurrent() if self.shared_members else None
+
+    def _shared(self) -> tuple[int, tuple[ModelStage, ...]]:
+        """The wave in which the crosser meets model-stages of another stage, and those."""
+        if self.crosser is None:
+            return 0, ()
+        for wave in range(self.num_waves):
+            members = tuple(
+                m
+                for m, fastest in self._fastest.items()
+                if m.stage != self.crosser.stage and 0 < fastest[wave] < math.inf
+            )
+            if members and self._fastest[self.crosser][wave] > 0:
+                return wave, members
+        return 0, ()
+
+    def _best_by_devices(self, options: Options) -> Floats:
+        """[devices + 1, waves]: the fewest seconds with at most so many devices; infinite where none fits."""
+        best = np.full((self.num_devices + 1, self.num_waves), math.inf)
+        for wave in range(self.num_waves):
+            np.minimum.at(best[:, wave], options.devices, options.seconds[:, wave])
+        np.minimum.accumulate(best, axis=0, out=best)
+        return best
+
+    def _concurrent(self) -> Floats:
+        """[devices + 1]: seconds of the shared wave without the crosser, its members on so many disjoint devices."""
+        wave, size = self.shared_wave, self.num_devices
+        times = np.unique(np.concatenate([self._by_devices[m][:, wave] for m in self.shared_members]))
+        times = times[np.isfinite(times)]
+        needed = np.zeros(len(times), dtype=np.int64)
+        for m in self.shared_members:
+            # the fewest devices with at most that many seconds: seconds fall as devices grow
+            falling = self._by_devices[m][:, wave]
+            needed += size + 1 - np.searchsorted(falling[::-1], times, side="right")
+        best = np.full(size + 1, math.inf)
+        fits = needed <= size
+        np.minimum.at(best, needed[fits], times[fits])
+        found: Floats = np.minimum.accumulate(best)
+        return found
+
+    def completions(self, model_stage: ModelStage, rows: Mapping[ModelStage, int], waves: Floats) -> Floats:
+        """[options of `model_stage`]: seconds no completion undercuts, given the chosen `rows` and their `waves`."""
+        own = self.options[model_stage]
+        rest = [m for m in self.options if m != model_stage and m not in rows]
+        if self.in_turn:
+            after = sum((self._fastest[m] for m in rest), np.zeros(self.num_waves))
+            bounds: Floats = (waves + own.seconds + after).sum(axis=1)
+            return bounds
+        floor = np.maximum.reduce([waves, *(self._fastest[m] for m in rest)])
+        found = np.maximum(own.seconds, floor)
+        used = sum(int(self.options[m].devices[row]) for m, row in rows.items() if m.stage == model_stage.stage)
+        beside = [m for m in rest if m.stage == model_stage.stage]
+        left = self.num_devices - used - sum(self._fewest[m] for m in beside) - own.devices
+        for m in beside:
+            budget = np.clip(left + self._fewest[m], 0, self.num_devices)
+            found = np.maximum(found, self._by_devices[m][budget])
+        if self._together is not None:
+            self._raise_shared_wave(model_stage, rows, own, found)
+        bounds = found.sum(axis=1)
+        bounds[left < 0] = math.inf
+        return bounds
+
+    def _raise_shared_wave(
+        self, model_stage: ModelStage, rows: Mapping[ModelStage, int], own: Options, found: Floats
+    ) -> None:
+        """Raise `found` in the wave in which the crosser and others run, where they must share devices."""
+        assert self.crosser is not None and self._together is not None
+        wave, size = self.shared_wave, self.num_devices
+        if model_stage == self.crosser:
+            seconds = own.seconds[:, wave]
+            apart = np.maximum(seconds, self._together[np.clip(size - own.devices, 0, size)])
+            fastest = min(float(self._fastest[m][wave]) for m in self.shared_members)
+            sharing = np.maximum(self._together[size], seconds + fastest)
+            found[:, wave] = np.maximum(found[:, wave], np.minimum(apart, sharing))
+        elif model_stage in self.shared_members and self.crosser in rows:
+            crosser, row = self.options[self.crosser], rows[self.crosser]
+            forced = own.devices + int(crosser.devices[row]) > size
+            both = own.seconds[:, wave] + crosser.seconds[row, wave]
+            found[:, wave] = np.where(forced, np.maximum(found[:, wave], both), found[:, wave])
+        else:
+            found[:, wave] = np.maximum(found[:, wave], self._together[size])

@@ -1,0 +1,227 @@
+"""Bytes of many candidates at once: `memory.stage_memory` over arrays of settings.
+
+Of a pipeline's ranks four can be the fullest: the first, the last, and the first in between of each number of layers
+(in-flight micro-batches only fall towards the end). `memory` is the definition; a test holds the two together.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from nereus.boxes import axis_range, layer_range
+from nereus.model import Axis, Head, ModelSpec
+from nereus.plan import Layout, ModelStage, Stage
+from nereus.planner.candidates import Floats, Ints
+from nereus.planner.memory import (
+    LOGITS_COPIES,
+    SYNC_BUCKET_BYTES,
+    Precision,
+    Recompute,
+    layer_bytes_per_token,
+    state_numel,
+)
+from nereus.planner.workload import Lengths, Workload
+
+NUM_RANKS = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayoutTable:
+    """What memory depends on per layout: [layouts] or [layouts, 4 pipeline ranks], ascending in the rank."""
+
+    tp: Ints
+    pp: Ints
+    rank: Ints
+    layers: Ints
+    numel: Ints
+    kv_heads: Ints
+    largest_numel: Ints
+    """Largest flat buffer of any rank (what a rank receives in a weight synchronization)."""
+    ends_numel: Ints
+    """Largest of the first and the last rank (what an optimizer update is priced on)."""
+
+
+@functools.lru_cache(maxsize=32)
+def layout_table(spec: ModelSpec, layouts: tuple[tuple[int, int], ...]) -> LayoutTable:
+    """The table of (tp, pp) pairs; depends on the model alone, so it is kept between decisions."""
+    ranks = [_full_ranks(spec.num_layers, pp) for _, pp in layouts]
+    layers = [
+        [len(layer_range(spec.num_layers, pp, r)) for r in rank] for (_, pp), rank in zip(layouts, ranks, strict=True)
+    ]
+    numel = [
+        [state_numel(spec, Layout(tp=tp, pp=pp), r) for r in rank]
+        for (tp, pp), rank in zip(layouts, ranks, strict=True)
+    ]
+    heads = {
+        tp: max(len(axis_range(spec, Axis.KV_HEADS, tp, rank)) for rank in range(tp)) for tp in {t for t, _ in layouts}
+    }
+    states = np.array(numel, dtype=np.int64).reshape(-1, NUM_RANKS)
+    return LayoutTable(
+        tp=np.array([tp for tp, _ in layouts], dtype=np.int64),
+        pp=np.array([pp for _, pp in layouts], dtype=np.int64),
+        rank=np.array(ranks, dtype=np.int64).reshape(-1, NUM_RANKS),
+        layers=np.array(layers, dtype=np.int64).reshape(-1, NUM_RANKS),
+        numel=states,
+        kv_heads=np.array([heads[tp] for tp, _ in layouts], dtype=np.int64),
+        largest_numel=states.max(axis=1),
+        ends_numel=np.maximum(states[:, 0], states[:, -1]),
+    )
+
+
+def _full_ranks(num_layers: int, pp: int) -> list[int]:
+    """The pipeline ranks that can be the fullest, ascending, four of them (repeated where there are fewer)."""
+    found = {0, pp - 1}
+    seen: set[int] = set()
+    for rank in range(1, pp - 1):
+        layers = len(layer_range(num_layers, pp, rank))
+        if layers not in seen:
+            seen.add(layers)
+            found.add(rank)
+        if len(seen) == 2:
+            break
+    ranks = sorted(found)
+    return [ranks[0]] * (NUM_RANKS - len(ranks)) + ranks
+
+
+class Longest:
+    """`Lengths.longest_of` over arrays: tokens of the `count` longest of `among` samples."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        self.size = len(lengths.values)
+        self.sums = np.concatenate([[0.0], np.cumsum(lengths.values[::-1])])
+        self.constant = lengths.values[0] if lengths.values[0] == lengths.values[-1] else None
+
+    def __call__(self, count: Floats | Ints, among: Floats | Ints) -> Floats:
+        count = np.minimum(count, among)
+        if self.constant is not None:
+            return np.asarray(count * self.constant, dtype=np.float64)
+        share = among / self.size
+        taken = count / share
+        whole = np.minimum(taken.astype(np.int64), self.size - 1)
+        first = self.sums[whole]
+        result: Floats = share * (first + (taken - whole) * (self.sums[whole + 1] - first))
+        return result
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Footprints:
+    """Bytes on the fullest rank, [rows]."""
+
+    active: Ints
+    idle: Ints
+    shared_active: Ints
+    shared_idle: Ints
+
+
+def footprints(
+    model_stage: ModelStage,
+    spec: ModelSpec,
+    table: LayoutTable,
+    at: Ints,
+    *,
+    dp: Ints,
+    micro_batch: Ints,
+    workload: Workload,
+    recompute: Recompute,
+    precision: Precision,
+) -> Footprints:
+    """Memory of each row: layout number `at[row]` of the table with its dp and micro-batch."""
+    stage = _StageFootprint(model_stage, spec, table, at, dp, micro_batch, workload, recompute, precision)
+    active, idle = stage.fullest(shared=False)
+    if stage.trains:
+        return Footprints(active, idle, active, idle)
+    return Footprints(active, idle, *stage.fullest(shared=True))
+
+
+class _StageFootprint:
+    """The rows of one model-stage and the bytes of its parts on a pipeline rank."""
+
+    def __init__(
+        self,
+        model_stage: ModelStage,
+        spec: ModelSpec,
+        table: LayoutTable,
+        at: Ints,
+        dp: Ints,
+        micro_batch: Ints,
+        workload: Workload,
+        recompute: Recompute,
+        precision: Precision,
+    ) -> None:
+        self.stage, self.spec, self.table, self.at = model_stage.stage, spec, table, at
+        self.precision, self.recompute = precision, recompute
+        self.trains = self.stage is Stage.TRAINING
+        total = -(-workload.num_samples // workload.mini_batches) if self.trains else workload.num_samples
+        self.samples = np.maximum(1, -(-total // dp))
+        self.micro_batch = np.maximum(1, np.minimum(micro_batch, self.samples))
+        self.prompt = workload.max_prompt_tokens or workload.prompt_tokens
+        self.longest = Longest(workload.response)
+        self.loss_tokens = self.longest(self.micro_batch, self.samples)
+        self.tokens = self.micro_batch * self.prompt + self.loss_tokens
+        self.whole_layer = self._per_layer(Recompute.NONE)
+        self.kept_layer = self._per_layer(recompute)
+
+    def _per_layer(self, recompute: Recompute) -> Floats:
+        sizes = np.unique(self.table.tp)
+        values = np.zeros(int(sizes.max()) + 1)
+        for tp in sizes.tolist():
+            values[tp] = layer_bytes_per_token(self.spec, tp, recompute, self.precision.param_bytes)
+        result: Floats = values[self.table.tp[self.at]]
+        return result
+
+    def fullest(self, *, shared: bool) -> tuple[Ints, Ints]:
+        """(active, idle) bytes of the rank with most active bytes; of equal ranks the first."""
+        best_active = np.full(len(self.at), -1, dtype=np.int64)
+        best_idle = np.zeros(len(self.at), dtype=np.int64)
+        for place in range(NUM_RANKS):
+            numel = self.table.numel[self.at, place]
+            idle = self._state(numel, shared=shared)
+            active = idle + self._working(place)
+            if self.trains or not shared:
+                active = active + 2 * np.minimum(SYNC_BUCKET_BYTES, numel * self.precision.param_bytes)
+            fuller = active > best_active
+            best_active = np.where(fuller, active, best_active)
+            best_idle = np.where(fuller, idle, best_idle)
+        return best_active, best_idle
+
+    def _state(self, numel: Ints, *, shared: bool) -> Ints:
+        if not self.trains:
+            return numel * (0 if shared else self.precision.param_bytes)
+        wide = self.precision.wide_bytes * (4 if self.precision.has_masters else 3)
+        return numel * (self.precision.param_bytes + wide)
+
+    def _working(self, place: int) -> Ints:
+        """Bytes beyond the state while the model-stage runs."""
+        layers, rank = self.table.layers[self.at, place], self.table.rank[self.at, place]
+        last = rank == self.table.pp[self.at] - 1
+        if self.trains:
+            working = self._training(layers, rank)
+        elif self.stage is Stage.GENERATION:
+            working = self._generation(layers)
+        else:
+            working = (self.whole_layer * self.tokens).astype(np.int64)
+        logits = self.micro_batch if self.stage is Stage.GENERATION else self.loss_tokens
+        return working + np.where(last, self._logits(logits), 0)
+
+    def _training(self, layers: Ints, rank: Ints) -> Ints:
+        micro_batches = -(-self.samples // self.micro_batch)
+        in_flight = np.minimum(self.table.pp[self.at] - rank, micro_batches)
+        count = np.minimum(in_flight * self.micro_batch, self.samples)
+        tokens = count * self.prompt + self.longest(count, self.samples)
+        kept = self.kept_layer * layers * tokens + tokens * self.spec.hidden * self.precision.param_bytes
+        result: Ints = kept.astype(np.int64) + (self.whole_layer * self.tokens).astype(np.int64)
+        return result
+
+    def _generation(self, layers: Ints) -> Ints:
+        per_token = 2 * layers * self.table.kv_heads[self.at] * self.spec.head_dim * self.precision.param_bytes
+        cache = (per_token * self.tokens).astype(np.int64)
+        result: Ints = cache + (self.whole_layer * self.prompt * self.micro_batch).astype(np.int64)
+        return result
+
+    def _logits(self, tokens: Floats | Ints) -> Ints:
+        if self.spec.head is not Head.LM:
+            return np.zeros(len(self.at), dtype=np.int64)
+        rows = -(-self.spec.vocab // self.table.tp[self.at])
+        result: Ints = (LOGITS_COPIES * tokens * rows * 4).astype(np.int64)
+        return result

@@ -1,0 +1,461 @@
+"""Prices every candidate of a model-stage at once: the cost and memory models as matrices.
+
+`cost` prices one candidate and is the definition; here its counts, which are linear in tokens, pairs and calls, are
+taken once per layout, turned into seconds, and spread over all (tp, pp) x (dp, micro-batch) by products of small
+matrices. A test holds the two together.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from nereus.cluster import Accelerator, Link
+from nereus.model import ModelSpec
+from nereus.plan import Layout, ModelStage, Role, Stage
+from nereus.planner.calibration import PRIORS
+from nereus.planner.candidates import RECOMPUTES, Candidate, Candidates, Floats, Ints
+from nereus.planner.cost import ON_DEVICE, OPTIMIZER_PASSES, CostModel, Span, _pipeline_basis, _segments, _slowest_mean
+from nereus.planner.footprints import LayoutTable, footprints, layout_table
+from nereus.planner.memory import Precision, Recompute
+from nereus.planner.operations import (
+    COLUMN,
+    Counts,
+    Op,
+    Shape,
+    Tokens,
+    causal_pairs,
+    decode_step,
+    head_forward,
+    hops,
+    layer_forward,
+)
+from nereus.planner.placement import Line, Region
+from nereus.planner.workload import Workload
+from nereus.workflow import Kind, Workflow
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Space:
+    """Which layouts, dp and micro-batches are tried.
+
+    paper: tp and pp powers of two, and only dp and micro-batches that divide the batch. Otherwise tp is any divisor
+    of the query heads up to a node, pp any number up to the layers, dp any count that gives the fullest unit fewer
+    samples than every smaller count does, the micro-batch a power of two or all samples of a unit.
+    """
+
+    paper: bool = False
+
+    def layouts(self, spec: ModelSpec, line: Line) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            (tp, pp)
+            for tp in spec.valid_tp
+            if tp <= line.max_node and self._admits(tp)
+            for pp in range(1, min(spec.num_layers, line.groups_fit(tp)) + 1)
+            if self._admits(pp)
+        )
+
+    def _admits(self, count: int) -> bool:
+        return not self.paper or count & (count - 1) == 0
+
+    def replicas(self, totals: Iterable[int], limit: int) -> list[int]:
+        """Data-parallel counts up to `limit` for a model-stage whose tasks share out so many samples."""
+        found: set[int] = set()
+        for total in totals:
+            if self.paper:
+                found.update(dp for dp in range(1, min(limit, total) + 1) if total % dp == 0)
+            else:
+                found.update(dp for dp in _useful_counts(total) if dp <= limit)
+        return sorted(found)
+
+    def micro_batches(self, samples: int) -> list[int]:
+        """Micro-batch sizes of a unit with so many samples."""
+        powers = [1 << i for i in range(samples.bit_length()) if 1 << i < samples]
+        if self.paper:
+            powers = [size for size in powers if samples % size == 0]
+        return [*powers, samples]
+
+
+@functools.lru_cache(maxsize=64)
+def _useful_counts(total: int) -> tuple[int, ...]:
+    """The counts among which `total` samples divide into smaller largest shares than among any fewer."""
+    found, share = [], 0
+    for dp in range(1, total + 1):
+        if -(-total // dp) != share:
+            share = -(-total // dp)
+            found.append(dp)
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pricing:
+    """What prices depend on, for all model-stages: the job, the machine, and what is known of it."""
+
+    workflow: Workflow
+    specs: dict[Role, ModelSpec]
+    workload: Workload
+    precision: Precision
+    cost: CostModel
+    line: Line
+    space: Space = Space()
+
+    @property
+    def waves(self) -> dict[str, int]:
+        """Wave of each task: the length of the longest chain of tasks before it."""
+        return waves_of(self.workflow)
+
+    def candidates(self, model_stage: ModelStage, *, in_turn: bool) -> Candidates:
+        """Everything the model-stage could do on this line that fits a device by itself."""
+        return _StagePricer(self, model_stage, in_turn=in_turn).candidates()
+
+    def sync_price(self, source: ModelStage, at: Candidate, targets: Candidates) -> Floats:
+        """Seconds of weight synchronization from a candidate to each of `targets` (as `CostModel.sync_seconds`)."""
+        spec, wide = self.specs[source.role], self.precision.param_bytes
+        layouts, numbers = _numbered(targets.tp, targets.pp)
+        received = layout_table(spec, layouts).largest_numel[numbers] * wide
+        sent = targets.dp * (spec.num_params * wide / at.num_devices)
+        pieces = spec.num_layers * np.maximum(1, at.layout.tp // targets.tp) / targets.pp
+        link = Link.INTRA_NODE if len(self.line.node_sizes) == 1 else Link.INTER_NODE
+        types = [region.accelerator for region in self.line.regions]
+        slower = np.maximum(targets.region // 2, at.region // 2)
+        lines = np.stack([self.cost._lines(types[2 * i], None) for i in range(len(types) // 2)])[slower]
+        hop, launch = COLUMN[(Op.POINT_TO_POINT, link)], COLUMN[(Op.LAUNCH, None)]
+        seconds: Floats = (
+            np.maximum(received, sent) * lines[:, 0, hop] + pieces * lines[:, 1, hop] + lines[:, 1, launch]
+        )
+        return seconds
+
+
+def waves_of(workflow: Workflow) -> dict[str, int]:
+    """Wave of each task: the length of the longest chain of tasks before it."""
+    waves: dict[str, int] = {}
+    for task in workflow.tasks:
+        waves[task.name] = max((waves[before] + 1 for before in task.after), default=0)
+    return waves
+
+
+def _numbered(tp: Ints, pp: Ints) -> tuple[tuple[tuple[int, int], ...], Ints]:
+    """The distinct (tp, pp) pairs of two columns, and the number of each row's pair among them."""
+    keys, numbers = np.unique(tp * (1 << 20) + pp, return_inverse=True)
+    return tuple((int(key) >> 20, int(key) & ((1 << 20) - 1)) for key in keys), numbers
+
+
+@functools.lru_cache(maxsize=128)
+def _pass_counts(
+    shape: Shape, layouts: tuple[tuple[int, int], ...], value_bytes: int, span: Span, backward: Recompute | None
+) -> Counts:
+    """[layouts, 4, 2, classes]: counts of a pipeline pass without tokens, per token, per pair and per loss token."""
+    return np.stack(
+        [np.stack(_pipeline_basis(shape, Layout(tp=tp, pp=pp), value_bytes, span, backward)) for tp, pp in layouts]
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _decode_counts(shape: Shape, tp: int, value_bytes: int, link: Link, compute_bound: bool) -> Counts:
+    """[3, 2, classes]: counts of a decode step without tokens, per token, and per token and token of context."""
+
+    def counts(batch: int, context: int) -> Counts:
+        return decode_step(
+            shape, batch=batch, context=context, tp=tp, value_bytes=value_bytes, tp_link=link,
+            compute_bound=compute_bound,
+        ).counts  # fmt: skip
+
+    return np.stack([counts(0, 0), counts(1, 0) - counts(0, 0), counts(1, 1) - counts(1, 0)])
+
+
+@functools.lru_cache(maxsize=256)
+def _prefill_counts(shape: Shape, tp: int, value_bytes: int, link: Link, prompt: float) -> Counts:
+    """[2, 2, classes]: counts of prefilling nothing, and of each prompt more."""
+
+    def counts(samples: int) -> Counts:
+        tokens = Tokens.of(samples, prompt, loss_length=1, window=shape.window)
+        bill = layer_forward(shape, tokens, tp=tp, value_bytes=value_bytes, tp_link=link).scaled(shape.layers)
+        bill.add_bill(head_forward(shape, tokens, tp=tp, tp_link=link))
+        return bill.counts
+
+    return np.stack([counts(0), counts(1) - counts(0)])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Settings:
+    """[settings]: pairs of dp and micro-batch, and what a unit's micro-batches then hold."""
+
+    dp: Ints
+    micro_batch: Ints
+
+
+class _StagePricer:
+    """Candidates of one model-stage."""
+
+    def __init__(self, pricing: Pricing, model_stage: ModelStage, *, in_turn: bool) -> None:
+        self.pricing, self.model_stage, self.in_turn = pricing, model_stage, in_turn
+        self.spec = pricing.specs[model_stage.role]
+        self.shape, self.workload = Shape.of(self.spec), pricing.workload
+        self.value_bytes = pricing.precision.param_bytes
+        self.tasks = [task for task in pricing.workflow.tasks if task.model_stage == model_stage]
+        self.trains = model_stage.stage is Stage.TRAINING
+        self.layouts = pricing.space.layouts(self.spec, pricing.line)
+        self.settings = self._settings()
+        self.alone = sum(m.stage is model_stage.stage for m in pricing.workflow.model_stages) == 1
+
+    @property
+    def unit_total(self) -> int:
+        """Samples that the units share out at once and that bound the micro-batch."""
+        work = self.workload
+        return -(-work.num_samples // work.mini_batches) if self.trains else work.num_samples
+
+    def _settings(self) -> _Settings:
+        work, space, line = self.workload, self.pricing.space, self.pricing.line
+        totals = {work.num_samples, -(-work.num_samples // work.mini_batches)}
+        pairs = [
+            (dp, size)
+            for dp in space.replicas(totals, min(self.unit_total, line.num_devices))
+            for size in space.micro_batches(-(-self.unit_total // dp))
+        ]
+        return _Settings(
+            np.array([dp for dp, _ in pairs], dtype=np.int64), np.array([size for _, size in pairs], dtype=np.int64)
+        )
+
+    def candidates(self) -> Candidates:
+        parts = [
+            self._on_blocks(index, region, layouts, grains, span)
+            for index, region in enumerate(self.pricing.line.regions)
+            for layouts, grains, span in self._variants(region)
+            if layouts
+        ]
+        waves = 1 + max(self.pricing.waves.values())
+        return Candidates.concatenate(parts) if parts else Candidates.of(self.model_stage, [], num_waves=waves)
+
+    def _variants(self, region: Region) -> list[tuple[tuple[tuple[int, int], ...], list[int], Span]]:
+        """(layouts, devices that must stay in one node, links) of the ways to lie in a region.
+
+        Where a whole unit fits in a node, it may be kept there, or only its tensor-parallel groups.
+        """
+        size, inter = self.pricing.line.max_node, Link.INTER_NODE
+        if region.one_node:
+            small = tuple((tp, pp) for tp, pp in self.layouts if tp * pp <= size)
+            return [(small, [tp for tp, _ in small], Span())]
+        if len(self.pricing.line.node_sizes) == 1:
+            return []
+        whole = tuple((tp, pp) for tp, pp in self.layouts if pp > 1 and tp * pp <= size)
+        return [
+            (self.layouts, [tp for tp, _ in self.layouts], Span(pp_link=inter, dp_link=inter)),
+            (whole, [tp * pp for tp, pp in whole], Span(dp_link=inter)),
+        ]
+
+    def _on_blocks(
+        self, index: int, region: Region, layouts: tuple[tuple[int, int], ...], grains: list[int], span: Span
+    ) -> Candidates:
+        """Candidates on blocks of one region."""
+        line, table = self.pricing.line, layout_table(self.spec, layouts)
+        ranks = table.tp * table.pp
+        grain = np.array(grains, dtype=np.int64)
+        fit = np.array([line.groups_fit(g) * g for g in grains], dtype=np.int64)
+        limit = np.minimum(fit, line.max_node if region.one_node else line.num_devices)
+        devices = ranks[:, None] * self.settings.dp[None, :]
+        possible = devices <= limit[:, None]
+        if not region.one_node:
+            possible &= devices > grain[:, None]
+        found = []
+        for number, recompute in enumerate(RECOMPUTES if self.trains else RECOMPUTES[:1]):
+            found.append(self._with_recompute(index, region, layouts, table, grain, span, possible, number, recompute))
+        return Candidates.concatenate(found)
+
+    def _with_recompute(
+        self,
+        index: int,
+        region: Region,
+        layouts: tuple[tuple[int, int], ...],
+        table: LayoutTable,
+        grain: Ints,
+        span: Span,
+        possible: Mask,
+        number: int,
+        recompute: Recompute,
+    ) -> Candidates:
+        at, setting = np.nonzero(possible)
+        dp, micro_batch = self.settings.dp[setting], self.settings.micro_batch[setting]
+        held = footprints(
+            self.model_stage, self.spec, table, at, dp=dp, micro_batch=micro_batch, workload=self.workload,
+            recompute=recompute, precision=self.pricing.precision,
+        )  # fmt: skip
+        fits = np.flatnonzero(np.minimum(held.active, held.shared_active) <= self.pricing.line.max_capacity)
+        at, setting, dp = at[fits], setting[fits], dp[fits]
+        seconds = self._seconds(region, layouts, table, span, recompute, at, setting)
+        return Candidates(
+            self.model_stage,
+            tp=table.tp[at],
+            pp=table.pp[at],
+            dp=dp,
+            grain=grain[at],
+            micro_batch=micro_batch[fits],
+            recompute=np.full(len(fits), number, dtype=np.int64),
+            region=np.full(len(fits), index, dtype=np.int64),
+            seconds=seconds,
+            active=held.active[fits],
+            idle=held.idle[fits],
+            shared_active=held.shared_active[fits],
+            shared_idle=held.shared_idle[fits],
+        )
+
+    def _seconds(
+        self,
+        region: Region,
+        layouts: tuple[tuple[int, int], ...],
+        table: LayoutTable,
+        span: Span,
+        recompute: Recompute,
+        at: Ints,
+        setting: Ints,
+    ) -> Floats:
+        """[rows, waves]."""
+        waves, cost = self.pricing.waves, self.pricing.cost
+        device = cost.cluster.accelerator(region.accelerator)
+        job = _TaskPrice(self, layouts, table, span, recompute, at, setting, device)
+        lines = cost._lines(region.accelerator, None)
+        seconds = np.zeros((len(at), 1 + max(waves.values())))
+        for task in self.tasks:
+            seconds[:, waves[task.name]] += job.price(task.kind, lines)
+        if cost.cluster.cores_per_node:
+            devices = table.tp[at] * table.pp[at] * self.settings.dp[setting]
+            crowding = np.maximum(1.0, self._workers(devices) / cost.cluster.cores_per_node) - 1.0
+            on_device = np.where(ON_DEVICE, lines, 0.0)
+            for task in self.tasks:
+                seconds[:, waves[task.name]] += crowding * job.price(task.kind, on_device)
+        return seconds
+
+    def _workers(self, devices: Ints) -> Ints:
+        """Processor workers that compute at once on a node: its own where nothing runs beside it, else all."""
+        node = self.pricing.line.max_node
+        return np.minimum(devices, node) if self.alone or self.in_turn else np.full(len(devices), node)
+
+
+class _TaskPrice:
+    """Seconds of one task for rows of (layout, setting)."""
+
+    def __init__(
+        self,
+        stage: _StagePricer,
+        layouts: tuple[tuple[int, int], ...],
+        table: LayoutTable,
+        span: Span,
+        recompute: Recompute,
+        at: Ints,
+        setting: Ints,
+        accelerator: Accelerator,
+    ) -> None:
+        """`accelerator` says up to which batch decoding is bound by memory."""
+        self.stage, self.layouts, self.table, self.span = stage, layouts, table, span
+        self.balance = (accelerator.flops_per_s * PRIORS[Op.GEMM].efficiency) / (
+            accelerator.memory_bytes_per_s * PRIORS[Op.DECODE_GEMM].efficiency
+        )
+        self.recompute, self.at, self.setting = recompute, at, setting
+        self.workload, self.settings = stage.workload, stage.settings
+
+    def price(self, kind: Kind, lines: Counts) -> Floats:
+        if kind is Kind.GENERATE:
+            return self._generate(lines)
+        if kind is Kind.UPDATE:
+            return self._update(lines)
+        launch = lines[1, COLUMN[(Op.LAUNCH, None)]]
+        return self._passes(lines, self.workload.num_samples, None) + launch
+
+    def _update(self, lines: Counts) -> Floats:
+        work, precision, wide = self.workload, self.stage.pricing.precision, self.stage.pricing.precision.wide_bytes
+        updates = work.epochs * work.mini_batches
+        passes = self._passes(lines, int(work.num_samples / work.mini_batches), self.recompute)
+        reduce = COLUMN[(Op.ALL_REDUCE, self.span.dp_link)]
+        adam, launch = COLUMN[(Op.ELEMENTWISE, None)], COLUMN[(Op.LAUNCH, None)]
+        counts = np.unique(self.settings.dp)
+        steps = np.zeros(int(counts.max(initial=1)) + 1)
+        steps[counts] = [hops(dp) for dp in counts.tolist()]
+        dp, numel = self.settings.dp[self.setting], self.table.ends_numel[self.at]
+        once = 2 * (dp - 1) / dp * numel * wide * lines[0, reduce] + steps[dp] * lines[1, reduce]
+        per_element = OPTIMIZER_PASSES * wide + 2 * precision.param_bytes
+        once = once + numel * per_element * lines[0, adam] + OPTIMIZER_PASSES * lines[1, adam] + lines[1, launch]
+        result: Floats = updates * (passes + once)
+        return result
+
+    def _passes(self, lines: Counts, samples: int, backward: Recompute | None) -> Floats:
+        """All micro-batches of a unit through its slowest pipeline stage, and the bubble."""
+        counts = _pass_counts(self.stage.shape, self.layouts, self.stage.value_bytes, self.span, backward)
+        per = np.tensordot(counts, lines, axes=2)
+        content, micro_batches = self._micro_batches(samples)
+        one = (per @ content)[self.at, self.setting]
+        result: Floats = one * (micro_batches[self.setting] + self.table.pp[self.at] - 1)
+        return result
+
+    def _micro_batches(self, samples: int) -> tuple[Floats, Ints]:
+        """([4, settings]: 1, tokens, pairs and loss tokens of a micro-batch; [settings]: micro-batches of a unit)."""
+        work, window = self.workload, self.stage.shape.window
+        unit = np.maximum(1, -(-samples // self.settings.dp))
+        count = -(-unit // self.settings.micro_batch)
+        each = unit / count
+        spread = 0.0 if window else (work.response.mean_square - work.response.mean**2) / 2
+        known = {
+            dp: _slowest_mean(work, share, dp)
+            for dp, share in dict(zip(self.settings.dp.tolist(), unit.tolist(), strict=True)).items()
+        }
+        response = np.array([known[dp] for dp in self.settings.dp.tolist()])
+        pairs = np.array([causal_pairs(work.prompt_tokens + known[dp], window) for dp in self.settings.dp.tolist()])
+        content = np.stack(
+            [np.ones(len(each)), each * (work.prompt_tokens + response), each * (pairs + spread), each * response]
+        )
+        return content, count
+
+    def _generate(self, lines: Counts) -> Floats:
+        work, stage, launch = self.workload, self.stage, COLUMN[(Op.LAUNCH, None)]
+        samples = np.maximum(1, -(-work.num_samples // self.settings.dp))
+        slots = np.minimum(self.settings.micro_batch, samples)
+        result = self._prefill(lines, samples / slots, slots)
+        phases = self._phases(samples, slots)
+        for compute_bound in (False, True):
+            steps, tokens, seen = (np.where(phases[3] == compute_bound, part, 0.0).sum(axis=0) for part in phases[:3])
+            counts = {
+                tp: _decode_counts(stage.shape, tp, stage.value_bytes, self.span.tp_link, compute_bound)
+                for tp in dict.fromkeys(tp for tp, _ in self.layouts)
+            }
+            per = np.stack([np.tensordot(counts[tp], lines, axes=2) for tp, _ in self.layouts])
+            grid = per @ np.stack([steps, tokens, seen])
+            result = result + grid[self.at, self.setting] + self._hops(lines, steps, tokens)
+            result = result + (steps[self.setting] * self.table.pp[self.at]) * lines[1, launch]
+        return result + lines[1, launch]
+
+    def _prefill(self, lines: Counts, passes: Floats, slots: Ints) -> Floats:
+        prompt, stage = self.workload.prompt_tokens, self.stage
+        counts = {
+            tp: _prefill_counts(stage.shape, tp, stage.value_bytes, self.span.tp_link, prompt)
+            for tp in dict.fromkeys(tp for tp, _ in self.layouts)
+        }
+        per = np.stack([np.tensordot(counts[tp], lines, axes=2) for tp, _ in self.layouts])
+        grid = per @ np.stack([passes, passes * slots])
+        return grid[self.at, self.setting] + self._hops(lines, passes, passes * slots * prompt)
+
+    def _hops(self, lines: Counts, passes: Floats, tokens: Floats) -> Floats:
+        """Activations handed along the pipeline in `passes` passes with `tokens` in all."""
+        hop = COLUMN[(Op.POINT_TO_POINT, self.span.pp_link)]
+        pp = self.table.pp[self.at]
+        payload = tokens[self.setting] * self.stage.shape.hidden * self.stage.value_bytes * (pp - 1)
+        result: Floats = np.where(pp > 1, payload * lines[0, hop] + pp * passes[self.setting] * lines[1, hop], 0.0)
+        return result
+
+    def _phases(self, samples: Ints, slots: Ints) -> tuple[Floats, Floats, Floats, Mask]:
+        """Decode phases of each setting, [phases, settings]: steps, tokens, tokens x context, compute-bound or not."""
+        work, window = self.workload, self.stage.shape.window
+        mean, dp = work.response.mean, self.settings.dp
+        steps = [(samples - slots) * mean / slots]
+        batch = [slots.astype(np.float64)]
+        context = [work.prompt_tokens + mean / 2]
+        for start, end, alive in _segments(work.response.values):
+            steps.append((end - start) * (1 - (1 - alive) ** (slots * dp)))
+            batch.append(np.maximum(1.0, slots * alive))
+            context.append(work.prompt_tokens + (start + end) / 2)
+        seen = np.array([min(c, window) if window else c for c in context])
+        all_steps, all_batch = np.stack(steps), np.stack(batch)
+        tokens = all_steps * all_batch
+        bound = 2 * all_batch >= self.balance * self.stage.value_bytes
+        return all_steps, tokens, tokens * seen[:, None], bound
