@@ -11,47 +11,62 @@ import dataclasses
 import numpy as np
 
 from nereus.plan import Layout, ModelStage, StagePlan
-from nereus.transition.cost import NO_BUFFERS, Buffers, DeviceTable, Load, Rates, transfer_load
+from nereus.transition.cost import NO_BUFFERS, Buffers, DeviceTable, Rates, transfer_load
 from nereus.transition.diff import Change
 from nereus.transition.overlap import IntArray, common_layout, enclosing_ranks
-from nereus.transition.primitives import Operation, Primitive, Unit
+from nereus.transition.primitives import Load, Operation, Primitive, Unit
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Step:
-    """An operation not yet placed in the global order, its load, and its buffers as arrays.
+    """An operation not yet placed in the global order: the fields of `Operation`, with buffers as arrays, and its load.
 
     acquires, releases: the buffers it allocates at its start and frees at its end.
     readers: [n] devices of its sources.
     """
 
-    operation: Operation
-    load: Load
+    primitive: Primitive
+    model_stage: ModelStage
+    source_stage: ModelStage
+    source_layout: Layout
+    sources: tuple[Unit, ...]
+    target_layout: Layout
+    targets: tuple[Unit, ...]
     acquires: Buffers
     releases: Buffers
     readers: IntArray
+    load: Load
+
+    def operation(self, index: int) -> Operation:
+        """The operation at its place in the global order."""
+        return Operation(
+            index, self.primitive, self.model_stage, self.source_stage, self.source_layout, self.sources,
+            self.target_layout, self.targets, tuple(self.acquires.devices.tolist()),
+            tuple(self.releases.devices.tolist()),
+        )  # fmt: skip
 
 
-def destroy_step(change: Change, released: Buffers, *, table: DeviceTable, rates: Rates) -> Step:
+def destroy_step(change: Change, released: Buffers, *, rates: Rates) -> Step:
     """Free some of the change's own buffers."""
     assert change.current_plan is not None
-    layout, stage, freed = released.layout, change.model_stage, tuple(released.devices.tolist())
-    units = change.current_plan.units
-    if len(freed) < change.current_plan.dp * layout.num_ranks:
-        losing = frozenset(freed)
+    layout, stage, units = released.layout, change.model_stage, change.current_plan.units
+    if len(released.devices) < change.current_plan.dp * layout.num_ranks:
+        losing = frozenset(released.devices.tolist())
         units = tuple(unit for unit in units if not losing.isdisjoint(unit))
-    operation = Operation(-1, Primitive.DESTROY, stage, stage, layout, units, layout, (), releases=freed)
-    load = Load(rates.destroy_s, 0, np.zeros(len(table.host_bytes)))
-    return Step(operation, load, NO_BUFFERS, released, NO_BUFFERS.devices)
+    return Step(
+        Primitive.DESTROY, stage, stage, layout, units, layout, (), NO_BUFFERS, released, NO_BUFFERS.devices,
+        Load(rates.destroy_s),
+    )  # fmt: skip
 
 
-def offload_step(change: Change, layout: Layout, unit: Unit, *, table: DeviceTable, rates: Rates) -> Step:
+def offload_step(change: Change, layout: Layout, unit: Unit, *, rates: Rates) -> Step:
     """Copy a unit to the host memory of its nodes."""
     stage = change.model_stage
-    operation = Operation(-1, Primitive.OFFLOAD, stage, stage, layout, (unit,), layout, ())
-    seconds = float(change.state.buffer_bytes(layout).max()) / rates.host_bytes_per_s
-    load = Load(seconds, 0, np.zeros(len(table.host_bytes)))
-    return Step(operation, load, NO_BUFFERS, NO_BUFFERS, np.array(unit, dtype=np.int64))
+    load = Load(float(change.state.buffer_bytes(layout).max()) / rates.host_bytes_per_s)
+    return Step(
+        Primitive.OFFLOAD, stage, stage, layout, (unit,), layout, (), NO_BUFFERS, NO_BUFFERS,
+        np.array(unit, dtype=np.int64), load,
+    )  # fmt: skip
 
 
 def unit_step(
@@ -74,11 +89,10 @@ def unit_step(
         primitive = Primitive.RELOAD
         seconds = float(change.state.buffer_bytes(source_layout).max()) / rates.host_bytes_per_s
         load = dataclasses.replace(load, seconds=load.seconds + seconds)
-    operation = Operation(
-        -1, primitive, change.model_stage, source_stage, source_layout, (source,), new.layout, (unit,),
-        tuple(new.devices.tolist()),
+    return Step(
+        primitive, change.model_stage, source_stage, source_layout, (source,), new.layout, (unit,), new, NO_BUFFERS,
+        held.devices, load,
     )  # fmt: skip
-    return Step(operation, load, new, NO_BUFFERS, held.devices)
 
 
 def building_steps(change: Change, *, table: DeviceTable, rates: Rates, fuse: bool = True) -> tuple[Step, ...]:
@@ -93,9 +107,10 @@ def building_steps(change: Change, *, table: DeviceTable, rates: Rates, fuse: bo
         return (_extend(change, table, rates),)
     if not fuse and change.source_stage == change.model_stage:
         return _unfused(change, table, rates)
-    source, units = Buffers.of(change.source), change.source.units
-    primitive = _fused_primitive(change, source, table)
-    return (_step(change, primitive, source, units, change.target, change.units_to_build, table=table, rates=rates),)
+    primitive, units = _fused_primitive(change, table), change.source_plan.units
+    return (
+        _step(change, primitive, change.source, units, change.target, change.units_to_build, table=table, rates=rates),
+    )
 
 
 def _step(
@@ -111,32 +126,35 @@ def _step(
     releases: Buffers = NO_BUFFERS,
 ) -> Step:
     """The step that assembles the buffers `target`, part of the units `targets`, from those of the units `sources`."""
-    operation = Operation(
-        -1, primitive, change.model_stage, change.source_stage, source.layout, sources, target.layout,
-        targets, tuple(target.devices.tolist()), tuple(releases.devices.tolist()),
-    )  # fmt: skip
     load = transfer_load(change.state, source, target, devices=table, rates=rates)
-    return Step(operation, load, target, releases, source.devices)
+    return Step(
+        primitive, change.model_stage, change.source_stage, source.layout, sources, target.layout, targets, target,
+        releases, source.devices, load,
+    )  # fmt: skip
 
 
 def _extend(change: Change, table: DeviceTable, rates: Rates) -> Step:
     """New replicas of a layout that lives; as many units send as are built, near ones first."""
-    targets, new = change.units_to_build, change.new_buffers
-    sources = near_units(change.source.units, new.devices, len(targets), table)
-    source = Buffers.of(change.source if sources is change.source.units else StagePlan(change.source.layout, sources))
+    targets, new, source, sources = change.units_to_build, change.new_buffers, change.source, change.source_plan.units
+    if len(targets) < len(sources):
+        chosen = _near_units(source, new, len(targets), table)
+        size = source.layout.num_ranks
+        sources = tuple(sources[i] for i in chosen.tolist())
+        places = (chosen[:, None] * size + np.arange(size)).reshape(-1)
+        source = Buffers(source.layout, source.devices[places], source.ranks[places])
     return _step(change, Primitive.EXTEND, source, sources, new, targets, table=table, rates=rates)
 
 
-def near_units(units: tuple[Unit, ...], receivers: IntArray, count: int, table: DeviceTable) -> tuple[Unit, ...]:
-    """`count` of the units at most, those that start on a node of a receiver first."""
-    if count >= len(units):
-        return units
-    nodes = set(table.node[receivers].tolist())
-    return tuple(sorted(units, key=lambda unit: int(table.node[unit[0]]) not in nodes)[:count])
+def _near_units(source: Buffers, receivers: Buffers, count: int, table: DeviceTable) -> IntArray:
+    """[count]: indices of the source units that send, those that start on a node of a receiver first."""
+    starts = table.node[source.devices[:: source.layout.num_ranks]]
+    far = ~np.isin(starts, table.node[receivers.devices])
+    return np.sort(np.argsort(far, kind="stable")[:count])
 
 
-def _fused_primitive(change: Change, source: Buffers, table: DeviceTable) -> Primitive:
+def _fused_primitive(change: Change, table: DeviceTable) -> Primitive:
     """SPLIT or MERGE where the fused move is exactly that, else RESHARD."""
+    source = change.source
     common = common_layout(source.layout, change.target.layout)
     own = source.rank_table(table.size)[change.target.devices]
     if common not in (source.layout, change.target.layout) or (own < 0).any():
@@ -155,7 +173,7 @@ def _unfused(change: Change, table: DeviceTable, rates: Rates) -> tuple[Step, ..
     the others.
     """
     common = common_layout(change.source.layout, change.target.layout)
-    held = Buffers.of(change.source)
+    held = change.source
     needed = Buffers(
         common, change.target.devices, enclosing_ranks(change.target.layout, common)[change.target.ranks]
     )  # fmt: skip
@@ -174,7 +192,7 @@ def _unfused(change: Change, table: DeviceTable, rates: Rates) -> tuple[Step, ..
 
     if splits:
         made = at_source if lacking.any() else needed
-        add(Primitive.SPLIT, held, change.source.units, made, _units_of(made))
+        add(Primitive.SPLIT, held, change.source_plan.units, made, _units_of(made))
     if lacking.any():
         surplus = needed.rank_table(table.size)[at_source.devices] != at_source.ranks
         new = needed.where(lacking)

@@ -11,6 +11,7 @@ import numpy as np
 from nereus.plan import Layout, ModelStage, Plan
 from nereus.transition.chain import Step
 from nereus.transition.cost import Buffers, DeviceTable, StageState
+from nereus.transition.diff import holding_stages
 from nereus.transition.overlap import IntArray
 from nereus.transition.primitives import Primitive, Unit
 
@@ -42,12 +43,10 @@ class Copies:
         self.staged: dict[ModelStage, Source] = {}
         self.host_free = table.host_bytes.copy()
         self.used = np.zeros(table.size, dtype=np.int64)
-        for model_stage, stage_plan in plan.stages:
-            if plan.holder(model_stage) == model_stage:
-                buffers = Buffers.of(stage_plan)
-                alive = ~np.isin(buffers.devices, list(lost))
-                self._add(model_stage, buffers.where(alive), None)
-                self._units[model_stage] = [(stage_plan.layout, unit) for unit in stage_plan.units]
+        for model_stage, stage_plan in holding_stages(plan).items():
+            buffers = Buffers.of(stage_plan)
+            self._add(model_stage, buffers.where(~np.isin(buffers.devices, list(lost))), None)
+            self._units[model_stage] = [(stage_plan.layout, unit) for unit in stage_plan.units]
         self.unreleased = self.used.copy()
 
     def sizes(self, model_stage: ModelStage, buffers: Buffers) -> IntArray:
@@ -64,21 +63,21 @@ class Copies:
 
     def apply(self, step: Step, operation_id: int) -> None:
         """Account for an operation that was placed."""
-        stage, acquires, releases = step.operation.model_stage, step.acquires, step.releases
+        stage, acquires, releases = step.model_stage, step.acquires, step.releases
         if len(acquires.devices):
             self._add(stage, acquires, operation_id)
-            self._units.setdefault(stage, []).extend((acquires.layout, unit) for unit in step.operation.targets)
+            self._units.setdefault(stage, []).extend((acquires.layout, unit) for unit in step.targets)
             self.unreleased[acquires.devices] += self.sizes(stage, acquires)
         if len(releases.devices):
             pool = self._pools[stage][releases.layout]
             for device, rank in zip(releases.devices.tolist(), releases.ranks.tolist(), strict=True):
                 del pool[rank][device]
             self.used[releases.devices] -= self.sizes(stage, releases)
-        if step.operation.primitive is Primitive.OFFLOAD:
-            unit, layout = step.operation.sources[0], step.operation.source_layout
+        if step.primitive is Primitive.OFFLOAD:
+            unit, layout = step.sources[0], step.source_layout
             self.staged[stage] = Source(stage, layout, unit, (operation_id,), in_host=True)
             self.host_free -= self.host_bytes(stage, layout, unit)
-        if step.operation.primitive is Primitive.RELOAD:
+        if step.primitive is Primitive.RELOAD:
             staged = self.staged.pop(stage)
             self.host_free += self.host_bytes(stage, staged.layout, staged.unit)
 

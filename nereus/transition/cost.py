@@ -1,4 +1,4 @@
-"""What a transition costs: bytes that must cross links, seconds of one operation, seconds of the whole. Pure.
+"""What an operation of a transition costs: bytes that must cross links, and seconds. Pure.
 
 An operation is as slow as its slowest device: what it receives, and what its ranks' holders send, over the bandwidth
 of each link class, plus the set-up of the group. Which holder serves whom is not decided here: demand is spread evenly
@@ -16,10 +16,20 @@ from nereus.cluster import Cluster, Link
 from nereus.model import ModelSpec
 from nereus.plan import Layout, StagePlan
 from nereus.transition.overlap import BoolArray, FloatArray, IntArray, allocated, held, overlap
-from nereus.transition.primitives import TransitionDag
+from nereus.transition.primitives import Load
 
 HEADROOM = 0.10
 """Share of a device's memory that no plan and no transition may use."""
+
+
+def readable_bytes(count: int) -> str:
+    """Such as `1.50 GB`; nothing below zero."""
+    size = float(max(count, 0))
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.2f} GB"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,10 +121,12 @@ class Buffers:
     devices: IntArray
     ranks: IntArray
 
-    @staticmethod
-    def of(stage_plan: StagePlan) -> "Buffers":
-        """The buffers of every unit, unit after unit. Do not modify."""
-        return _buffers_of(stage_plan)
+    @classmethod
+    def of(cls, stage_plan: StagePlan) -> "Buffers":
+        """The buffers of every unit, unit after unit."""
+        count, size = stage_plan.dp, stage_plan.layout.num_ranks
+        devices = np.fromiter(itertools.chain.from_iterable(stage_plan.units), dtype=np.int64, count=count * size)
+        return cls(stage_plan.layout, devices, np.arange(count * size) % size)
 
     def rank_table(self, size: int) -> IntArray:
         """[size]: rank of each device id, -1 where it holds none."""
@@ -127,109 +139,81 @@ class Buffers:
         return Buffers(self.layout, self.devices[chosen], self.ranks[chosen])
 
 
-@functools.lru_cache(maxsize=64)
-def _buffers_of(stage_plan: StagePlan) -> Buffers:
-    count, size = stage_plan.dp, stage_plan.layout.num_ranks
-    devices = np.fromiter(itertools.chain.from_iterable(stage_plan.units), dtype=np.int64, count=count * size)
-    return Buffers(stage_plan.layout, devices, np.arange(count * size) % size)
-
-
 NO_BUFFERS = Buffers(Layout(), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Load:
-    """What one operation asks of devices and links.
+class _Conversion:
+    """From one layout to another, in elements. The last row stands for a device that holds no source buffer.
 
-    seconds: on idle links, group set-up included. received_bytes: over all devices, what must arrive.
-    node_bytes: [num_nodes] what enters each node.
+    lacking: [source ranks + 1, target ranks] what a device that holds a source rank lacks of a target rank.
+    share: [source ranks + 1, target ranks] share of a target rank that each source rank serves; columns sum to 1.
     """
 
-    seconds: float
-    received_bytes: int
-    node_bytes: FloatArray
+    lacking: IntArray
+    share: FloatArray
 
 
-def missing_elements(spec: ModelSpec, source: Buffers, target: Buffers, table_size: int) -> IntArray:
+@functools.lru_cache(maxsize=1024)
+def _conversion(spec: ModelSpec, source: Layout, target: Layout) -> _Conversion:
+    common = overlap(spec, source, target)
+    shape = (source.num_ranks + 1, target.num_ranks)
+    lacking, share = np.zeros(shape, dtype=np.int64), np.zeros(shape)
+    lacking[:] = held(spec, target)
+    lacking[:-1] -= common
+    # Between equal layouts replicated parameters come along with the rest from the same rank.
+    share[:-1] = np.eye(source.num_ranks) if source == target else common / common.sum(axis=0)
+    return _Conversion(lacking, share)
+
+
+def lacking_elements(spec: ModelSpec, source: Buffers, target: Buffers, table_size: int) -> IntArray:
     """[n]: elements each target device lacks, given what its own source buffer holds.
 
     Their sum is the lower bound of what a move must send: nothing a device lacks can come from itself.
     """
     own = source.rank_table(table_size)[target.devices]
-    common = overlap(spec, source.layout, target.layout)[own, target.ranks]
-    lacking: IntArray = held(spec, target.layout)[target.ranks] - np.where(own >= 0, common, 0)
+    lacking: IntArray = _conversion(spec, source.layout, target.layout).lacking[own, target.ranks]
     return lacking
 
 
 def transfer_load(state: StageState, source: Buffers, target: Buffers, *, devices: DeviceTable, rates: Rates) -> Load:
     """The load of assembling the target buffers from the source buffers."""
-    spec = state.spec
-    lacking = missing_elements(spec, source, target, devices.size) * state.element_bytes
-    total, num_nodes = int(lacking.sum()), len(devices.host_bytes)
-    copied = (held(spec, target.layout)[target.ranks] * state.element_bytes - lacking).max(initial=0)
-    copy_s = float(copied) / rates.copy_bytes_per_s
-    if not total:
-        return Load(copy_s, 0, np.zeros(num_nodes))
-    share = _holder_share(spec, source.layout, target.layout)
-    near = _near_share(share, source, target, devices)
-    intra, inter = lacking * near, lacking * (1 - near)
-    receive_s = max(
-        float(intra.max()) / rates.intra_node_bytes_per_s, float(inter.max()) / rates.inter_node_bytes_per_s
-    )
-    holders = np.bincount(source.ranks, minlength=source.layout.num_ranks)
-    send_s = max(
-        _busiest_sender(intra, share, target, holders) / rates.intra_node_bytes_per_s,
-        _busiest_sender(inter, share, target, holders) / rates.inter_node_bytes_per_s,
-    )
-    node_bytes = np.bincount(devices.node[target.devices], weights=inter, minlength=num_nodes).astype(np.float64)
-    node_s = float(node_bytes.max()) / rates.node_bytes_per_s if rates.node_bytes_per_s else 0.0
-    return Load(rates.setup_s + max(receive_s, send_s, node_s, copy_s), total, node_bytes)
-
-
-def _holder_share(spec: ModelSpec, source: Layout, target: Layout) -> FloatArray:
-    """[source ranks, target ranks]: share of a target rank's box that each source rank serves; columns sum to 1."""
-    common = overlap(spec, source, target).astype(np.float64)
-    share: FloatArray = common / common.sum(axis=0)
-    if source == target:  # replicated parameters come along with the rest from the same rank
-        share = np.eye(source.num_ranks)
-    return share
-
-
-def _near_share(share: FloatArray, source: Buffers, target: Buffers, devices: DeviceTable) -> FloatArray:
-    """[n]: share of what each target device lacks that its own node holds."""
-    present = np.zeros((len(devices.host_bytes), source.layout.num_ranks))
-    present[devices.node[source.devices], source.ranks] = 1.0
+    tables = _conversion(state.spec, source.layout, target.layout)
     own = source.rank_table(devices.size)[target.devices]
-    own_share = np.where(own >= 0, share[own, target.ranks], 0.0)
+    lacking = tables.lacking[own, target.ranks]
+    total = int(lacking.sum()) * state.element_bytes
+    copied = int((tables.lacking[-1, target.ranks] - lacking).max(initial=0)) * state.element_bytes
+    copy_s = copied / rates.copy_bytes_per_s
+    if not total:
+        return Load(copy_s)
+    intra, inter = _by_link(lacking * state.element_bytes, tables.share, own, source, target, devices)
+    holders = np.maximum(np.bincount(source.ranks, minlength=len(tables.share)), 1)
+    slowest_s = max(
+        copy_s,
+        _busiest(intra, tables.share, target, holders) / rates.intra_node_bytes_per_s,
+        _busiest(inter, tables.share, target, holders) / rates.inter_node_bytes_per_s,
+    )
+    if rates.node_bytes_per_s is None:
+        return Load(rates.setup_s + slowest_s, total)
+    entering = np.bincount(devices.node[target.devices], weights=inter, minlength=len(devices.host_bytes))
+    slowest_s = max(slowest_s, float(entering.max()) / rates.node_bytes_per_s)
+    return Load(rates.setup_s + slowest_s, total, tuple(entering.tolist()))
+
+
+def _by_link(
+    wanted: IntArray, share: FloatArray, own: IntArray, source: Buffers, target: Buffers, devices: DeviceTable
+) -> tuple[FloatArray, FloatArray]:
+    """[n] each: what every target device gets inside its node, and from other nodes."""
+    present = np.zeros((len(devices.host_bytes), len(share)))
+    present[devices.node[source.devices], source.ranks] = 1.0
+    own_share = share[own, target.ranks]
     near = (present @ share)[devices.node[target.devices], target.ranks] - own_share
-    rest = np.maximum(1.0 - own_share, 1e-12)
-    shares: FloatArray = np.clip(near / rest, 0.0, 1.0)
-    return shares
+    intra: FloatArray = wanted.astype(np.float64) * np.minimum(near / np.maximum(1.0 - own_share, 1e-9), 1.0)
+    inter: FloatArray = wanted - intra
+    return intra, inter
 
 
-def _busiest_sender(wanted: FloatArray, share: FloatArray, target: Buffers, holders: IntArray) -> float:
-    """Bytes that the busiest source device sends, demand spread evenly over the holders of a rank."""
+def _busiest(wanted: FloatArray, share: FloatArray, target: Buffers, holders: IntArray) -> float:
+    """Bytes of the busiest device: what one receives, or one sends when demand is spread over the holders of a rank."""
     by_target_rank = np.bincount(target.ranks, weights=wanted, minlength=share.shape[1])
-    return float((share @ by_target_rank / np.maximum(holders, 1)).max())
-
-
-def start_times(dag: TransitionDag) -> tuple[float, ...]:
-    """Start of every operation in seconds when each runs as soon as its edges and its devices allow."""
-    free_at: dict[int, float] = {}
-    before: dict[int, list[int]] = {}
-    for edge in dag.edges:
-        before.setdefault(edge.after, []).append(edge.before)
-    starts: list[float] = []
-    for operation, seconds in zip(dag.operations, dag.seconds, strict=True):
-        ready = max((starts[i] + dag.seconds[i] for i in before.get(operation.id, ())), default=0.0)
-        used = operation.devices
-        ready = max(ready, max((free_at.get(device, 0.0) for device in used), default=0.0))
-        starts.append(ready)
-        free_at.update(dict.fromkeys(used, ready + seconds))
-    return tuple(starts)
-
-
-def schedule_seconds(dag: TransitionDag) -> float:
-    """Critical path of the DAG and its devices, every link idle but for the operation that uses it."""
-    ends = [start + seconds for start, seconds in zip(start_times(dag), dag.seconds, strict=True)]
-    return max(ends, default=0.0)
+    return max(float(wanted.max()), float((share @ by_target_rank / holders).max()))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from nereus.plan import ModelStage, Plan
 from nereus.transition.cost import DeviceTable, Rates, StageState
-from nereus.transition.diff import diff
+from nereus.transition.diff import Held, diff_held
 from nereus.transition.in_place import in_place_dag
 from nereus.transition.primitives import Infeasible, Mode, TransitionDag
 from nereus.transition.shadow import shadow_dag
@@ -34,12 +34,13 @@ def build_dag(
     lost: devices whose state is gone. fuse: False keeps to Split, Extend and Merge in a shadow transition.
     """
     dead = frozenset(lost)
-    changes = diff(current, target, states=states, lost=dead)
+    held = Held.of(current)
+    changes = diff_held(held, target, states=states, lost=dead)
     if isinstance(changes, Infeasible):
         return changes
     if not changes:
         return TransitionDag(current, target, Mode.SHADOW)
-    shadow = shadow_dag(current, target, changes, states=states, table=table, rates=rates, fuse=fuse)
+    shadow = shadow_dag(current, target, changes, held=held, states=states, table=table, rates=rates, fuse=fuse)
     if not isinstance(shadow, Infeasible):
         return shadow
     in_place = in_place_dag(current, target, changes, states=states, table=table, rates=rates, lost=dead)

@@ -9,19 +9,18 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from nereus.plan import ModelStage, Plan, Stage, StagePlan
+from nereus.plan import MODEL_STAGES, ModelStage, Plan, Stage, StagePlan
 from nereus.transition.cost import NO_BUFFERS, Buffers, StageState
 from nereus.transition.overlap import BoolArray
 from nereus.transition.primitives import Infeasible, Unit
-
-STAGE_ORDER = tuple(Stage)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Change:
     """How the buffers of one model-stage must change.
 
-    source_stage, source: whole units to read from; another model-stage's where this one has no units of its own.
+    source_stage, source_plan, source: whole units to read from and their buffers; another model-stage's where this one
+        has no units of its own.
     current_plan, current: its own units and their buffers on living devices.
     released: [len(current.devices)] which of them the target has not.
     target_plan: its units under the target plan, None where it then uses the parameters of training in place.
@@ -31,7 +30,8 @@ class Change:
     model_stage: ModelStage
     state: StageState
     source_stage: ModelStage
-    source: StagePlan
+    source_plan: StagePlan
+    source: Buffers
     current_plan: StagePlan | None
     current: Buffers
     released: BoolArray
@@ -62,6 +62,25 @@ class Change:
         return self.current.where(self.released)
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Held:
+    """The model-stages of a plan that hold units of their own, and their buffers; others use those of training."""
+
+    plans: dict[ModelStage, StagePlan]
+    buffers: dict[ModelStage, Buffers]
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Held":
+        plans = holding_stages(plan)
+        return cls(plans, {model_stage: Buffers.of(stage_plan) for model_stage, stage_plan in plans.items()})
+
+
+def holding_stages(plan: Plan) -> dict[ModelStage, StagePlan]:
+    """The model-stages of a plan that hold units of their own; the others use those of training in place."""
+    training = {m.role: stage_plan for m, stage_plan in plan.stages if m.stage is Stage.TRAINING}
+    return {m: held for m, held in plan.stages if m.stage is Stage.TRAINING or training.get(m.role) != held}
+
+
 def diff(
     current: Plan, target: Plan, *, states: Mapping[ModelStage, StageState], lost: Iterable[int] = ()
 ) -> tuple[Change, ...] | Infeasible:
@@ -69,14 +88,21 @@ def diff(
 
     lost: devices whose buffers are gone; units are recombined from what lives. Infeasible where no copy lives.
     """
+    return diff_held(Held.of(current), target, states=states, lost=lost)
+
+
+def diff_held(
+    current: Held, target: Plan, *, states: Mapping[ModelStage, StageState], lost: Iterable[int] = ()
+) -> tuple[Change, ...] | Infeasible:
+    """`diff` where the buffers of the current plan are known already."""
     dead = frozenset(lost)
-    dropped = [m.name for m in current.model_stages if m not in target]
+    named = frozenset(target.model_stages)
+    dropped = [model_stage.name for model_stage in current.plans if model_stage not in named]
     if dropped:
         return Infeasible(f"the target plan drops {', '.join(dropped)}; its last copy would be destroyed")
-    changes: list[Change] = []
-    for model_stage, stage_plan in sorted(target.stages, key=lambda item: STAGE_ORDER.index(item[0].stage)):
-        own = stage_plan if target.holder(model_stage) == model_stage else None
-        change = _change(current, model_stage, own, states=states, dead=dead)
+    wanted, changes = holding_stages(target), []
+    for model_stage in sorted(named, key=_STAGE_ORDER.__getitem__):
+        change = _change(current, model_stage, wanted.get(model_stage), states=states, dead=dead)
         if isinstance(change, Infeasible):
             return change
         if change is not None:
@@ -84,59 +110,58 @@ def diff(
     return tuple(changes)
 
 
+_BY_STAGE = sorted(MODEL_STAGES, key=lambda model_stage: tuple(Stage).index(model_stage.stage))
+_STAGE_ORDER = {model_stage: place for place, model_stage in enumerate(_BY_STAGE)}
+
+
 def _change(
-    current: Plan,
+    current: Held,
     model_stage: ModelStage,
     target: StagePlan | None,
     *,
     states: Mapping[ModelStage, StageState],
     dead: frozenset[int],
 ) -> Change | Infeasible | None:
-    had = current.get(model_stage)
-    before = had if had is not None and current.holder(model_stage) == model_stage else None
+    before = current.plans.get(model_stage)
     if before == target and not (dead and before is not None and dead.intersection(before.devices)):
         return None
     if dead and target is not None and dead.intersection(target.devices):
         return Infeasible(f"the target plan places {model_stage} on lost devices")
-    found = _readable(current, model_stage, before, dead)
-    if isinstance(found, Infeasible):
-        return found
-    source_stage, source = found
-    held_now = _living(before, dead)
+    readable = _readable(current, model_stage, dead)
+    if isinstance(readable, Infeasible):
+        return readable
+    source_stage, source_plan, source = readable
+    holds = current.buffers.get(model_stage, NO_BUFFERS)
+    if dead:
+        holds = holds.where(~np.isin(holds.devices, list(dead)))
     after = NO_BUFFERS if target is None else Buffers.of(target)
-    acquired = np.ones(len(after.devices), dtype=np.bool_)
-    released = np.ones(len(held_now.devices), dtype=np.bool_)
-    if target is not None and target.layout == held_now.layout and len(held_now.devices):
-        size = 1 + int(max(held_now.devices.max(), after.devices.max()))
-        acquired = held_now.rank_table(size)[after.devices] != after.ranks
-        released = after.rank_table(size)[held_now.devices] != held_now.ranks
-    if not acquired.any() and not released.any():
-        return None
+    if target is not None and target.layout == holds.layout and len(holds.devices):
+        size = 1 + int(max(holds.devices.max(), after.devices.max()))
+        acquired = holds.rank_table(size)[after.devices] != after.ranks
+        released = after.rank_table(size)[holds.devices] != holds.ranks
+        if not acquired.any() and not released.any():
+            return None
+    else:
+        acquired, released = np.ones(len(after.devices), dtype=np.bool_), np.ones(len(holds.devices), dtype=np.bool_)
     return Change(
-        model_stage, states[model_stage], source_stage, source, before, held_now, released, target, after, acquired
+        model_stage, states[model_stage], source_stage, source_plan, source, before, holds, released, target, after,
+        acquired,
     )  # fmt: skip
 
 
-def _living(before: StagePlan | None, dead: frozenset[int]) -> Buffers:
-    if before is None:
-        return NO_BUFFERS
-    buffers = Buffers.of(before)
-    if not dead:
-        return buffers
-    alive = ~np.isin(buffers.devices, list(dead))
-    return buffers.where(alive)
-
-
 def _readable(
-    current: Plan, model_stage: ModelStage, before: StagePlan | None, dead: frozenset[int]
-) -> tuple[ModelStage, StagePlan] | Infeasible:
+    current: Held, model_stage: ModelStage, dead: frozenset[int]
+) -> tuple[ModelStage, StagePlan, Buffers] | Infeasible:
     """The whole units a model-stage can be built from: its own, else those of the training of the same role."""
-    training = ModelStage(model_stage.role, Stage.TRAINING)
-    for stage in (model_stage, training) if model_stage != training else (training,):
-        held_plan = before if stage == model_stage else current.get(stage)
-        units = whole_units(held_plan, dead) if held_plan is not None else ()
-        if units and held_plan is not None:
-            return stage, held_plan if not dead else StagePlan(held_plan.layout, units)
+    for stage in (model_stage, ModelStage(model_stage.role, Stage.TRAINING)):
+        if stage not in current.plans:
+            continue
+        if not dead:
+            return stage, current.plans[stage], current.buffers[stage]
+        units = whole_units(current.plans[stage], dead)
+        if units:
+            found = StagePlan(current.plans[stage].layout, units)
+            return stage, found, Buffers.of(found)
     lost = f" once devices {sorted(dead)} are lost" if dead else ""
     return Infeasible(f"no whole copy of {model_stage} lives{lost}; restore it from a checkpoint")
 

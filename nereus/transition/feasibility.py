@@ -16,13 +16,11 @@ from collections.abc import Iterable, Mapping
 from nereus.boxes import flat_numel
 from nereus.model import ModelSpec
 from nereus.plan import Layout, ModelStage, Plan
-from nereus.transition.cost import DeviceTable, StageState
+from nereus.transition.cost import DeviceTable, StageState, readable_bytes
 from nereus.transition.primitives import Feasible, Infeasible, Operation, Primitive, TransitionDag
 
 Buffer = tuple[ModelStage, Layout, int]
 """(model-stage, layout, rank): what one device holds of one model-stage."""
-
-GB = 10**9
 
 
 @functools.lru_cache(maxsize=4096)
@@ -93,7 +91,7 @@ class Play:
             self.peak[device] = max(self.peak.get(device, 0), used)
             limit = int(self.table.limit_bytes[device])
             if used > limit:
-                return f"device {device} needs {used / GB:.3f} GB of {max(limit, 0) / GB:.3f} GB"
+                return f"device {device} needs {readable_bytes(used)} of {readable_bytes(limit)}"
         return None
 
     def _offload(self, operation: Operation) -> str | None:

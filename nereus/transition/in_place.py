@@ -20,13 +20,11 @@ import numpy as np
 from nereus.plan import ModelStage, Plan, Stage
 from nereus.transition.chain import destroy_step, offload_step, unit_step
 from nereus.transition.copies import Copies, Source
-from nereus.transition.cost import Buffers, DeviceTable, Rates, StageState
+from nereus.transition.cost import Buffers, DeviceTable, Rates, StageState, readable_bytes
 from nereus.transition.diff import Change
 from nereus.transition.overlap import IntArray
 from nereus.transition.place import Placer
 from nereus.transition.primitives import Infeasible, Mode, TransitionDag, Unit
-
-GB = 10**9
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -203,7 +201,7 @@ class _Builder:
 
     def _free(self, work: _Work, old: Buffers, proof: tuple[int, ...]) -> None:
         stage, devices = work.change.model_stage, old.devices.tolist()
-        step = destroy_step(work.change, old, table=self.table, rates=self.rates)
+        step = destroy_step(work.change, old, rates=self.rates)
         readers = [reader for device in devices for reader in self.read_by.get((stage, device), ())]
         index = self.placer.add(step, local=(*proof, *readers))
         self.copies.apply(step, index)
@@ -227,7 +225,7 @@ class _Builder:
         if best is None:
             return False
         _, change, source = best
-        step = offload_step(change, source.layout, source.unit, table=self.table, rates=self.rates)
+        step = offload_step(change, source.layout, source.unit, rates=self.rates)
         index = self.placer.add(step, local=source.built_by)
         self.copies.apply(step, index)
         for device in source.unit:
@@ -242,6 +240,6 @@ class _Builder:
         need = int(self.copies.sizes(stage, new)[new.devices == device][0])
         free = int(self.table.limit_bytes[device] - self.copies.used[device])
         return Infeasible(
-            f"{stage} needs {need / GB:.3f} GB on device {device}, where {max(free, 0) / GB:.3f} GB are free; "
+            f"{stage} needs {readable_bytes(need)} on device {device}, where {readable_bytes(free)} are free; "
             f"what holds the rest has no other living copy, and host memory has no room to stage it"
         )

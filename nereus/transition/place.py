@@ -1,10 +1,8 @@
 """Gives the steps of a transition their place in the global order. Pure."""
 
-import dataclasses
-
 from nereus.plan import Plan
 from nereus.transition.chain import Step
-from nereus.transition.primitives import Edge, EdgeKind, Mode, Operation, TransitionDag
+from nereus.transition.primitives import Edge, EdgeKind, Load, Mode, Operation, TransitionDag
 
 
 class Placer:
@@ -15,21 +13,21 @@ class Placer:
         self._mode = mode
         self._operations: list[Operation] = []
         self._edges: list[Edge] = []
-        self._seconds: list[float] = []
+        self._loads: list[Load] = []
 
     def add(self, step: Step, *, local: tuple[int, ...] = (), resource: tuple[int, ...] = ()) -> int:
         """Place a step last; returns its id. An edge that is both local and resource counts as local."""
         index = len(self._operations)
-        self._operations.append(dataclasses.replace(step.operation, id=index))
+        self._operations.append(step.operation(index))
         self._edges.extend(Edge(before, index, EdgeKind.LOCAL) for before in dict.fromkeys(local))
         self._edges.extend(
             Edge(before, index, EdgeKind.RESOURCE) for before in dict.fromkeys(resource) if before not in local
         )
-        self._seconds.append(step.load.seconds)
+        self._loads.append(step.load)
         return index
 
     def dag(self) -> TransitionDag:
         current, target = self._plans
         return TransitionDag(
-            current, target, self._mode, tuple(self._operations), tuple(self._edges), tuple(self._seconds)
+            current, target, self._mode, tuple(self._operations), tuple(self._edges), tuple(self._loads)
         )  # fmt: skip

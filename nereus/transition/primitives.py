@@ -115,11 +115,24 @@ class Edge(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What one operation is predicted to ask of devices and links.
+
+    seconds: on idle links, group set-up included. received_bytes: over all devices, what arrives from another.
+    node_bytes: [num_nodes] what enters each node, where the devices of a node share its link; else empty.
+    """
+
+    seconds: float
+    received_bytes: int = 0
+    node_bytes: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TransitionDag:
     """The operations of one transition in one global topological order, with what each waits for.
 
     Every rank runs its own operations in this order; operations that share a device never overlap.
-    seconds: predicted duration of each operation on idle links.
+    loads: predicted for each operation.
     """
 
     current: Plan
@@ -127,10 +140,20 @@ class TransitionDag:
     mode: Mode
     operations: tuple[Operation, ...] = ()
     edges: tuple[Edge, ...] = ()
-    seconds: tuple[float, ...] = ()
+    loads: tuple[Load, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.operations)
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Predicted duration of each operation on idle links."""
+        return tuple(load.seconds for load in self.loads)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that arrive at a device from another, over all operations."""
+        return sum(load.received_bytes for load in self.loads)
 
     @property
     def num_staged(self) -> int:

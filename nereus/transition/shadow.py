@@ -10,33 +10,20 @@ import numpy as np
 
 from nereus.plan import ModelStage, Plan
 from nereus.transition.chain import Step, building_steps, destroy_step
-from nereus.transition.cost import Buffers, DeviceTable, Rates, StageState
-from nereus.transition.diff import Change
+from nereus.transition.cost import DeviceTable, Rates, StageState, readable_bytes
+from nereus.transition.diff import Change, Held
 from nereus.transition.order import Job, best_order
 from nereus.transition.overlap import IntArray
 from nereus.transition.place import Placer
 from nereus.transition.primitives import Infeasible, Mode, TransitionDag
 
-GB = 10**9
 
-
-def bytes_in_use(plan: Plan, states: Mapping[ModelStage, StageState], table: DeviceTable) -> IntArray:
+def bytes_in_use(held: Held, states: Mapping[ModelStage, StageState], table: DeviceTable) -> IntArray:
     """[max id + 1]: bytes of every unit's buffers on each device; model-stages that share weights count once."""
     used = np.zeros(table.size, dtype=np.int64)
-    for model_stage, stage_plan in plan.stages:
-        if plan.holder(model_stage) == model_stage:
-            buffers = Buffers.of(stage_plan)
-            used[buffers.devices] += states[model_stage].buffer_bytes(stage_plan.layout)[buffers.ranks]
+    for model_stage, buffers in held.buffers.items():
+        used[buffers.devices] += states[model_stage].buffer_bytes(buffers.layout)[buffers.ranks]
     return used
-
-
-def first_overfull(used: IntArray, table: DeviceTable) -> str | None:
-    """Which device is fullest over its limit, in words; None where all fit."""
-    over = used - table.limit_bytes
-    worst = int(over.argmax())
-    if over[worst] <= 0 or not used[worst]:
-        return None
-    return f"device {worst} would hold {used[worst] / GB:.2f} GB of {max(int(table.limit_bytes[worst]), 0) / GB:.2f} GB"
 
 
 def shadow_dag(
@@ -44,37 +31,52 @@ def shadow_dag(
     target: Plan,
     changes: Sequence[Change],
     *,
+    held: Held,
     states: Mapping[ModelStage, StageState],
     table: DeviceTable,
     rates: Rates,
     fuse: bool = True,
 ) -> TransitionDag | Infeasible:
-    """The DAG of a shadow transition, or the device on which old and new do not fit together."""
-    used = bytes_in_use(current, states, table)
+    """The DAG of a shadow transition, or the device on which old and new do not fit together. `held`: by `current`."""
     chains = [building_steps(change, table=table, rates=rates, fuse=fuse) for change in changes]
     steps = [step for chain in chains for step in chain]
     owner = [index for index, chain in enumerate(chains) for _ in chain]
     order = _order(steps, owner, table)
+    problem = _overfull([steps[i] for i in order], bytes_in_use(held, states, table), states, table)
+    if problem is not None:
+        return problem
     placer = Placer(current, target, Mode.SHADOW)
-    last: dict[ModelStage, int] = {}
+    last: dict[int, int] = {}
     readers: dict[ModelStage, list[int]] = {}
     for index in order:
-        change = changes[owner[index]]
-        step, state = steps[index], change.state
-        used[step.acquires.devices] += state.buffer_bytes(step.acquires.layout)[step.acquires.ranks]
-        problem = first_overfull(used, table)
-        if problem is not None:
-            return Infeasible(f"{problem} during {step.operation.primitive} of {change.model_stage}")
-        used[step.releases.devices] -= state.buffer_bytes(step.releases.layout)[step.releases.ranks]
-        before = (last[change.model_stage],) if change.model_stage in last else ()
-        last[change.model_stage] = placer.add(step, local=before)
-        readers.setdefault(step.operation.source_stage, []).append(last[change.model_stage])
-    for change in changes:
+        before = (last[owner[index]],) if owner[index] in last else ()
+        last[owner[index]] = placer.add(steps[index], local=before)
+        readers.setdefault(steps[index].source_stage, []).append(last[owner[index]])
+    for index, change in enumerate(changes):
         if change.released.any():
-            built = [last[change.model_stage]] if change.model_stage in last else []
-            waits = dict.fromkeys([*built, *readers.get(change.model_stage, ())])
-            placer.add(destroy_step(change, change.old_buffers, table=table, rates=rates), local=tuple(waits))
+            built = (last[index],) if index in last else ()
+            read = readers.get(change.model_stage, ())
+            placer.add(destroy_step(change, change.old_buffers, rates=rates), local=(*built, *read))
     return placer.dag()
+
+
+def _overfull(
+    steps: Sequence[Step], used: IntArray, states: Mapping[ModelStage, StageState], table: DeviceTable
+) -> Infeasible | None:
+    """The first step that does not fit, if any; buffers that a later step frees again count up to its end."""
+    for step in steps:
+        state, new, freed = states[step.model_stage], step.acquires, step.releases
+        used[new.devices] += state.buffer_bytes(new.layout)[new.ranks]
+        over = (used > table.limit_bytes) & (used > 0)
+        if over.any():
+            device = int((used - table.limit_bytes).argmax())
+            return Infeasible(
+                f"device {device} would hold {readable_bytes(used[device])} of "
+                f"{readable_bytes(table.limit_bytes[device])} during {step.primitive} of {step.model_stage}"
+            )
+        if len(freed.devices):
+            used[freed.devices] -= state.buffer_bytes(freed.layout)[freed.ranks]
+    return None
 
 
 def _order(steps: Sequence[Step], owner: Sequence[int], table: DeviceTable) -> tuple[int, ...]:

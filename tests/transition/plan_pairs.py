@@ -10,6 +10,7 @@ from nereus.cluster import Accelerator, Cluster, uniform_cluster
 from nereus.model import Head, ModelSpec
 from nereus.plan import MODEL_STAGES, Layout, ModelStage, Plan, Role, Stage, StagePlan
 from nereus.transition.cost import DeviceTable, Rates, StageState
+from nereus.transition.diff import Held
 from nereus.transition.primitives import TransitionDag
 from nereus.transition.shadow import bytes_in_use
 
@@ -36,7 +37,7 @@ class Pair:
     def table(self, *, room: float = 100.0, host_bytes: int = 0) -> DeviceTable:
         """Devices that can hold `room` times the larger of both plans on the fullest device."""
         free = DeviceTable.of(self.cluster)
-        most = max(int(bytes_in_use(plan, STATES, free).max()) for plan in (self.current, self.target))
+        most = max(int(bytes_in_use(Held.of(plan), STATES, free).max()) for plan in (self.current, self.target))
         table = DeviceTable.of(self.cluster, host_bytes_per_node=host_bytes)
         table.limit_bytes[:] = int(most * room)
         return table
