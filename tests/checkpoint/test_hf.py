@@ -124,7 +124,7 @@ def test_a_saved_folder_gives_transformers_the_same_model(family: str, head: Hea
     loaded, report = auto.from_pretrained(str(tmp_path / "out"), output_loading_info=True)
     assert type(loaded) is type(twin)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
-    loaded.config.pad_token_id = 0
+    loaded.config.pad_token_id = twin.config.pad_token_id = 0
     tokens = torch.arange(1, 41).reshape(2, 20)
     with torch.no_grad():
         assert torch.equal(loaded(tokens).logits, twin(tokens).logits)
