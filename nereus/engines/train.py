@@ -91,7 +91,8 @@ class Trainer:
     def update(self, batch: RolloutBatch, objective: Objective, *, micro_batch: int) -> UpdateResult:
         """Update from this unit's share of the mini-batch; every rank of the model-stage calls it.
 
-        Raises UpdateAborted on every rank, state unchanged, where any rank failed before the vote.
+        Raises UpdateAborted on every rank, state unchanged, where any rank failed before the vote. The groups may then
+        be out of step with each other: update again with a trainer on new groups.
         """
         failure: Exception | None = None
         metrics: dict[str, float] = {}
@@ -99,7 +100,7 @@ class Trainer:
             self.grads.zero_()
             metrics = self._accumulate(batch, objective, micro_batch)
             self._reduce()
-        except (RuntimeError, GroupError, MemoryError, ArithmeticError) as error:
+        except Exception as error:  # whatever it is, the peers must hear of it; the vote raises it
             failure = error
         norm = self._vote(failure)
         return self._apply(norm, metrics)
