@@ -180,16 +180,15 @@ def known_accelerator(name: str) -> Accelerator:
     raise ClusterError(f"unknown accelerator type {name!r}; known: {', '.join(ACCELERATORS)}")
 
 
+def log_distance(a: Accelerator, b: Accelerator) -> float:
+    """How different two accelerators are: root of the summed squared log ratios of their compute, memory and links."""
+    fields = ("flops_per_s", "memory_bytes_per_s", "intra_node_bytes_per_s", "inter_node_bytes_per_s")
+    return math.sqrt(sum(math.log(getattr(a, field) / getattr(b, field)) ** 2 for field in fields))
+
+
 def nearest_accelerator(accelerator: Accelerator, among: Iterable[Accelerator]) -> Accelerator:
-    """The one whose peaks are closest, by the sum of squared log ratios of flops, memory and link bandwidths."""
-
-    def distance(other: Accelerator) -> float:
-        return sum(
-            math.log(getattr(accelerator, field) / getattr(other, field)) ** 2
-            for field in ("flops_per_s", "memory_bytes_per_s", "intra_node_bytes_per_s", "inter_node_bytes_per_s")
-        )
-
-    return min(among, key=lambda other: (distance(other), other.name))
+    """The one whose peaks are closest."""
+    return min(among, key=lambda other: (log_distance(accelerator, other), other.name))
 
 
 def parse_cluster(text: str) -> Cluster:

@@ -2,11 +2,15 @@
 
 The time of a class is linear in what was counted: seconds = calls * fixed + work / (peak * efficiency). A saturating
 efficiency, peak * w / (w + w_half) for w work per call, is the same line, since w_half / peak joins the fixed part.
-So one recursive-least-squares filter per accelerator estimates two numbers per class and link, relative to
-conservative priors, and accepts times of one class as well as totals of several.
 
-It does not know plans, models or layouts. Its state is saved and loaded; an accelerator never seen starts from the
-nearest one that was.
+Both numbers of a class start at a conservative prior and carry a learned factor. All factors live in one recursive
+least-squares filter over their logarithms (positive whatever is measured; a measured total of several classes moves
+each by its share of the time). Its prior covariance says what goes together: everything on one accelerator (clock,
+software), compute with compute and network with network, and a class with itself on accelerators of similar peaks.
+So one measured total already corrects all classes together, and an accelerator never seen starts from the nearest
+ones that were.
+
+It does not know plans, models or layouts. Its state is saved and loaded.
 """
 
 import dataclasses
@@ -15,54 +19,80 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from nereus.cluster import ACCELERATORS, Accelerator, Link, nearest_accelerator
+from nereus.cluster import ACCELERATORS, Accelerator, Link, log_distance
 from nereus.planner.operations import COLLECTIVES, COMPUTE, KEYS, MEMORY, Counts, Op, OpKey, key_name, parse_key
 
 FORGETTING = 0.98
-"""Weight that an observation keeps with each later one of the same class."""
+"""Weight that an observation keeps with each later one."""
 
-PRIOR_SPREAD = 0.5
-"""Relative standard deviation of a prior: how fast the first observations take over."""
-
-NOISE = 0.05
+NOISE = 0.03
 """Relative standard deviation of one measured time."""
 
-FACTOR_BOUNDS = (1 / 64, 64.0)
-"""Bounds of both learned factors relative to their priors."""
+COMMON, GROUP, CLASS, DEVICE, OWN = 0.2, 0.1, 0.3, 0.3, 0.05
+"""Standard deviations of a log factor's parts: shared by all classes, by compute or by network, by a class on all
+accelerators, by an accelerator, by nothing."""
 
-MAX_EFFICIENCY = 1.0
-"""No class runs faster than the device's peak (a CPU's table entry is a typical core, so it may)."""
+DISTANCE_SCALE = 6.0
+"""Log-peak distance over which accelerators stop learning from each other (A100 to H100: 1.5)."""
+
+FACTOR_BOUNDS = (1 / 64, 64.0)
+"""Bounds of a learned factor."""
+
+RELINEARIZATIONS = 3
+"""Steps of one update; a total is not linear in log factors."""
+
+Entries = Iterable[tuple[OpKey, float, float]]
+"""(class, work, calls)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prior:
-    """Conservative start of a class: efficiency of the peak, and seconds per call."""
+    """Conservative start of a class: efficiency of the peak; seconds per call or hop on an accelerator and on a CPU."""
 
     efficiency: float
     fixed_s: float
+    cpu_fixed_s: float
 
 
 PRIORS = {
-    Op.GEMM: Prior(0.60, 12e-6),
-    Op.ATTENTION: Prior(0.35, 15e-6),
-    Op.ATTENTION_BACKWARD: Prior(0.30, 30e-6),
-    Op.ATTENTION_DECODE: Prior(0.55, 8e-6),
-    Op.DECODE_GEMM: Prior(0.65, 6e-6),
-    Op.ELEMENTWISE: Prior(0.65, 3e-6),
-    Op.ALL_REDUCE: Prior(0.55, 12e-6),
-    Op.ALL_GATHER: Prior(0.50, 12e-6),
-    Op.REDUCE_SCATTER: Prior(0.50, 12e-6),
-    Op.ALL_TO_ALL: Prior(0.40, 15e-6),
-    Op.POINT_TO_POINT: Prior(0.60, 12e-6),
-    Op.LAUNCH: Prior(1.0, 5e-4),
-    Op.GROUP_SETUP: Prior(1.0, 0.5),
+    Op.GEMM: Prior(0.62, 10e-6, 20e-6),
+    Op.ATTENTION: Prior(0.30, 10e-6, 60e-6),
+    Op.ATTENTION_BACKWARD: Prior(0.22, 20e-6, 120e-6),
+    Op.ATTENTION_DECODE: Prior(0.55, 8e-6, 60e-6),
+    Op.DECODE_GEMM: Prior(0.65, 6e-6, 20e-6),
+    Op.ELEMENTWISE: Prior(0.65, 3e-6, 15e-6),
+    Op.ALL_REDUCE: Prior(0.60, 5e-6, 150e-6),
+    Op.ALL_GATHER: Prior(0.60, 1.5e-6, 150e-6),
+    Op.REDUCE_SCATTER: Prior(0.60, 1.5e-6, 150e-6),
+    Op.ALL_TO_ALL: Prior(0.40, 5e-6, 150e-6),
+    Op.POINT_TO_POINT: Prior(0.60, 8e-6, 150e-6),
+    Op.LAUNCH: Prior(1.0, 0.5e-3, 1e-3),
+    Op.GROUP_SETUP: Prior(1.0, 0.5, 0.05),
 }
-"""From the achieved rates of A100, H100, H200 and B200 kernels and NCCL collectives in the published hardware table,
-rounded down (GEMM 0.62-0.80 of peak, causal attention 0.38-0.57, decode GEMM 0.72, all-reduce 0.6-0.74)."""
+"""Rates of kernels measured alone, lowered to what long training sustains: GEMM 0.79 of peak alone on H100 (0.62 under
+its power limit), FlashAttention-2 0.3 of peak forward and 0.22 backward on H100, decode GEMM 0.77-0.84 of memory
+bandwidth, NCCL 0.7-0.75 of the link; small-message times of 8-rank collectives give the seconds per hop."""
 
-CPU_FIXED_FACTOR = 4.0
-"""Calls cost more on a CPU worker: each passes the framework and, for collectives, a socket."""
+AMPERE = {Op.GEMM: 0.76, Op.ATTENTION: 0.45, Op.ATTENTION_BACKWARD: 0.34}
+"""Efficiencies of the generation that neither throttles nor needs newer attention kernels."""
+
+PRIOR_EFFICIENCY: dict[str, Mapping[Op, float]] = {
+    "a100": AMPERE,
+    "a100-40gb": AMPERE,
+    "a100-pcie": AMPERE,
+    "a800": AMPERE,
+    "a10": AMPERE,
+    "cpu": {Op.ATTENTION: 0.25, Op.ATTENTION_BACKWARD: 0.25},
+}
+"""Where an accelerator's prior efficiency differs from `PRIORS`."""
+
+INTER_NODE_EFFICIENCY = 0.75
+"""Of the network cards for large messages; small ones pay per hop."""
+
+INTER_NODE_FIXED_FACTOR = 2.0
+"""A hop between nodes takes about twice as long as inside one."""
 
 
 def peak(accelerator: Accelerator, key: OpKey) -> float:
@@ -77,90 +107,40 @@ def peak(accelerator: Accelerator, key: OpKey) -> float:
     return math.inf
 
 
-def _prior_line(accelerator: Accelerator, key: OpKey) -> tuple[float, float]:
+def prior_line(accelerator: Accelerator, key: OpKey) -> tuple[float, float]:
     """(seconds per call, seconds per unit of work) before anything was measured."""
-    prior = PRIORS[key[0]]
-    fixed = prior.fixed_s * (CPU_FIXED_FACTOR if accelerator.name == "cpu" else 1.0)
-    if key[1] is Link.INTER_NODE:
-        fixed *= 2
-    return fixed, 1 / (peak(accelerator, key) * prior.efficiency)
+    op, link = key
+    prior = PRIORS[op]
+    fixed = prior.cpu_fixed_s if accelerator.name == "cpu" else prior.fixed_s
+    efficiency = PRIOR_EFFICIENCY.get(accelerator.name, {}).get(op, prior.efficiency)
+    if link is Link.INTER_NODE:
+        fixed *= INTER_NODE_FIXED_FACTOR
+        efficiency = INTER_NODE_EFFICIENCY
+    return fixed, 1 / (peak(accelerator, key) * efficiency)
 
 
-class _Filter:
-    """Recursive least squares over two factors (fixed, per work) per class, all starting at 1."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Factor:
+    """One learned number: of an accelerator, a class, and of its fixed part or its work."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self.keys: dict[OpKey, int] = {}
-        self.lines: list[tuple[float, float]] = []
-        self.factors = np.zeros(0)
-        self.covariance = np.zeros((0, 0))
-        self.counts: list[int] = []
-
-    def index(self, key: OpKey, start: tuple[float, float] = (1.0, 1.0)) -> int:
-        """Position of a class; a new one starts at `start` times its prior."""
-        if key not in self.keys:
-            self.keys[key] = len(self.lines)
-            self.lines.append(_prior_line(self.accelerator, key))
-            self.counts.append(0)
-            self.factors = np.append(self.factors, start)
-            size = len(self.factors)
-            grown = np.zeros((size, size))
-            grown[:-2, :-2] = self.covariance
-            grown[-2, -2], grown[-1, -1] = ((PRIOR_SPREAD * factor) ** 2 for factor in start)
-            self.covariance = grown
-        return self.keys[key]
-
-    def line(self, key: OpKey) -> tuple[float, float]:
-        """(seconds per call, seconds per unit of work) as learned so far."""
-        position = self.keys.get(key)
-        if position is None:
-            return _prior_line(self.accelerator, key)
-        fixed, per_work = self.lines[position]
-        return fixed * float(self.factors[2 * position]), per_work * float(self.factors[2 * position + 1])
-
-    def update(self, entries: Iterable[tuple[OpKey, float, float]], seconds: float) -> None:
-        """One measured total of several classes' (key, work, calls)."""
-        rows = [(self.index(key), work, calls) for key, work, calls in entries]
-        x = np.zeros(len(self.factors))
-        for position, work, calls in rows:
-            fixed, per_work = self.lines[position]
-            x[2 * position] += calls * fixed / seconds
-            x[2 * position + 1] += work * per_work / seconds
-        self._forget([position for position, _, _ in rows])
-        spread = self.covariance @ x
-        gain = spread / (float(x @ spread) + NOISE**2)
-        self.factors = self.factors + gain * (1.0 - float(x @ self.factors))
-        self.covariance = self.covariance - np.outer(gain, spread)
-        self._bound(rows)
-
-    def _forget(self, positions: list[int]) -> None:
-        """Age what the classes at hand know, never beyond the prior's ignorance."""
-        for position in positions:
-            for i in (2 * position, 2 * position + 1):
-                aged = min(self.covariance[i, i] / FORGETTING, PRIOR_SPREAD**2 * max(1.0, self.factors[i] ** 2))
-                self.covariance[i, i] = max(self.covariance[i, i], aged)
-
-    def _bound(self, rows: list[tuple[int, float, float]]) -> None:
-        names = list(self.keys)
-        for position, _, _ in rows:
-            self.counts[position] += 1
-            lowest = FACTOR_BOUNDS[0]
-            if self.accelerator.name != "cpu":
-                lowest = max(lowest, PRIORS[names[position][0]].efficiency / MAX_EFFICIENCY)
-            span = slice(2 * position, 2 * position + 2)
-            self.factors[span] = np.clip(self.factors[span], (FACTOR_BOUNDS[0], lowest), FACTOR_BOUNDS[1])
+    accelerator: str
+    key: OpKey
+    fixed: bool
 
 
 class Calibration:
     """Learned fixed parts and efficiencies per (operation class, link) and accelerator.
 
-    `accelerators` adds types that the built-in table lacks.
+    `accelerators` adds types that the built-in table lacks. In what follows `hidden` are classes that run beside the
+    others (gradient reduction under the backward pass): both together take the root of the sum of their squares.
     """
 
     def __init__(self, accelerators: Iterable[Accelerator] = ()) -> None:
         self._accelerators = ACCELERATORS | {a.name: a for a in accelerators}
-        self._filters: dict[str, _Filter] = {}
+        self._index: dict[_Factor, int] = {}
+        self._logs = np.zeros(0)
+        self._covariance = np.zeros((0, 0))
+        self._counts: dict[tuple[str, OpKey], int] = {}
         self._lines: dict[str, Counts] = {}
 
     def observe(
@@ -177,18 +157,20 @@ class Calibration:
         self.observe_total([(_key(op_class, link), work, count)], seconds, accelerator=accelerator)
 
     def observe_total(
-        self, entries: Iterable[tuple[OpKey, float, float]], seconds: float, *, accelerator: str = "cpu"
+        self, entries: Entries, seconds: float, *, accelerator: str = "cpu", hidden: Entries = (), noise: float = NOISE
     ) -> None:
-        """Several classes' (key, work, count) together took `seconds`; times that are not positive are ignored."""
-        rows = [row for row in entries if row[1] > 0 or row[2] > 0]
-        if not rows or seconds <= 0 or not math.isfinite(seconds):
+        """Several classes together took `seconds`, known to a relative `noise`; times not above zero are ignored."""
+        shown = [row for row in entries if row[1] > 0 or row[2] > 0]
+        beside = [row for row in hidden if row[1] > 0 or row[2] > 0]
+        if not (shown or beside) or seconds <= 0 or not math.isfinite(seconds):
             return
+        keys = list(dict.fromkeys(key for key, _, _ in shown + beside))
+        self._extend([_Factor(accelerator, key, fixed) for key in keys for fixed in (True, False)])
+        for key in keys:
+            self._counts[accelerator, key] = self._counts.get((accelerator, key), 0) + 1
+        self._forget(accelerator)
+        self._update(shown, beside, math.log(seconds), accelerator, noise)
         self._lines.clear()
-        found = self._filter(accelerator)
-        for key, _, _ in rows:
-            if key not in found.keys:
-                found.index(key, self._donor_factors(key, accelerator))
-        found.update(rows, seconds)
 
     def predict(
         self, op_class: Op | str, work: float, count: float, *, accelerator: str = "cpu", link: Link | None = None
@@ -197,18 +179,27 @@ class Calibration:
         fixed, per_work = self.line(_key(op_class, link), accelerator)
         return count * fixed + work * per_work
 
+    def predict_total(self, entries: Entries, *, accelerator: str = "cpu", hidden: Entries = ()) -> float:
+        """Seconds of several classes together."""
+        shown, beside = (
+            sum(self.predict(key[0], work, calls, accelerator=accelerator, link=key[1]) for key, work, calls in rows)
+            for rows in (entries, hidden)
+        )
+        return math.hypot(shown, beside)
+
     def line(self, key: OpKey, accelerator: str) -> tuple[float, float]:
         """(seconds per call, seconds per unit of work) of a class."""
-        found = self._filters.get(accelerator)
-        if found is None or key not in found.keys:
-            return self._inherited(key, accelerator)
-        return found.line(key)
+        per_work, fixed = self.lines(accelerator)[:, KEYS.index(_as_key(key))]
+        return float(fixed), float(per_work)
 
     def lines(self, accelerator: str) -> Counts:
         """[2, classes]: seconds per unit of work and per call of every class, in the order of `operations.KEYS`."""
         if accelerator not in self._lines:
-            pairs = [self.line(key, accelerator) for key in KEYS]
-            self._lines[accelerator] = np.array([[p for _, p in pairs], [fixed for fixed, _ in pairs]])
+            own = self._accelerators[accelerator]
+            priors = np.array([prior_line(own, key) for key in KEYS])
+            wanted = [_Factor(accelerator, key, fixed) for key in KEYS for fixed in (True, False)]
+            learned = np.exp(self._expected(wanted)).reshape(-1, 2)
+            self._lines[accelerator] = (priors * learned).T[::-1].copy()
         return self._lines[accelerator]
 
     def efficiency(self, op_class: Op | str, accelerator: str, *, link: Link | None = None) -> float:
@@ -217,69 +208,153 @@ class Calibration:
         return 1 / (self.line(key, accelerator)[1] * peak(self._accelerators[accelerator], key))
 
     def observations(self, op_class: Op | str, accelerator: str, *, link: Link | None = None) -> int:
-        """How many measured times the class has on an accelerator."""
-        found, key = self._filters.get(accelerator), _key(op_class, link)
-        return found.counts[found.keys[key]] if found and key in found.keys else 0
-
-    def _inherited(self, key: OpKey, accelerator: str) -> tuple[float, float]:
-        """The prior of an unmeasured class, times what the nearest accelerator that measured it learned."""
-        fixed, per_work = _prior_line(self._accelerators[accelerator], key)
-        fixed_factor, work_factor = self._donor_factors(key, accelerator)
-        return fixed * fixed_factor, per_work * work_factor
-
-    def _donor_factors(self, key: OpKey, accelerator: str) -> tuple[float, float]:
-        """(fixed, per work) factors that the nearest accelerator learned for a class; 1 where none did.
-
-        Processor workers and accelerators do not lend to each other.
-        """
-        own = self._accelerators[accelerator]
-        is_cpu = accelerator == "cpu"
-        seen = [
-            self._accelerators[name]
-            for name, found in self._filters.items()
-            if key in found.keys and (name == "cpu") == is_cpu
-        ]
-        if not seen:
-            return 1.0, 1.0
-        donor = self._filters[nearest_accelerator(own, seen).name]
-        position = donor.keys[key]
-        return float(donor.factors[2 * position]), float(donor.factors[2 * position + 1])
-
-    def _filter(self, accelerator: str) -> _Filter:
-        if accelerator not in self._filters:
-            self._filters[accelerator] = _Filter(self._accelerators[accelerator])
-        return self._filters[accelerator]
+        """In how many measured times the class took part on an accelerator."""
+        return self._counts.get((accelerator, _key(op_class, link)), 0)
 
     def to_json(self) -> dict[str, Any]:
         """The whole state; `from_json` gives the same predictions and the same later learning."""
+        names = sorted({factor.accelerator for factor in self._index})
         return {
-            "accelerators": [dataclasses.asdict(self._accelerators[name]) for name in self._filters],
-            "filters": {
-                name: {
-                    "classes": [key_name(key) for key in found.keys],
-                    "counts": found.counts,
-                    "factors": found.factors.tolist(),
-                    "covariance": found.covariance.tolist(),
-                }
-                for name, found in self._filters.items()
-            },
+            "accelerators": [dataclasses.asdict(self._accelerators[name]) for name in names],
+            "factors": [[f.accelerator, key_name(f.key), f.fixed] for f in self._index],
+            "logs": self._logs.tolist(),
+            "covariance": self._covariance.tolist(),
+            "observations": [[name, key_name(key), count] for (name, key), count in self._counts.items()],
         }
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "Calibration":
         result = cls(Accelerator(**fields) for fields in state["accelerators"])
-        for name, saved in state["filters"].items():
-            found = result._filter(name)
-            for class_name in saved["classes"]:
-                found.index(parse_key(class_name))
-            found.counts = list(saved["counts"])
-            found.factors = np.array(saved["factors"])
-            found.covariance = np.array(saved["covariance"])
+        factors = [_Factor(name, parse_key(key), fixed) for name, key, fixed in state["factors"]]
+        result._index = {factor: position for position, factor in enumerate(factors)}
+        result._logs = np.array(state["logs"])
+        result._covariance = np.array(state["covariance"]).reshape(len(factors), len(factors))
+        result._counts = {(name, parse_key(key)): count for name, key, count in state["observations"]}
         return result
+
+    def _update(
+        self,
+        shown: list[tuple[OpKey, float, float]],
+        beside: list[tuple[OpKey, float, float]],
+        target: float,
+        accelerator: str,
+        noise: float,
+    ) -> None:
+        """One iterated step of the filter towards log seconds `target`."""
+        start, logs = self._logs, self._logs
+        for _ in range(RELINEARIZATIONS):
+            log_total, slope = self._linearize(shown, beside, accelerator, logs)
+            spread = self._covariance @ slope
+            gain = spread / (float(slope @ spread) + noise**2)
+            logs = self._bounded(start + gain * (target - log_total - float(slope @ (start - logs))))
+        self._logs = logs
+        covariance = self._covariance - np.outer(gain, spread)
+        self._covariance = (covariance + covariance.T) / 2
+
+    def _linearize(
+        self,
+        shown: list[tuple[OpKey, float, float]],
+        beside: list[tuple[OpKey, float, float]],
+        accelerator: str,
+        logs: Counts,
+    ) -> tuple[float, Counts]:
+        """(log of the predicted total, its derivative by each log factor)."""
+        own = self._accelerators[accelerator]
+        seconds = [np.zeros(len(logs)), np.zeros(len(logs))]
+        for part, rows in enumerate((shown, beside)):
+            for key, work, calls in rows:
+                for fixed, amount in zip((True, False), (calls, work), strict=True):
+                    position = self._index[_Factor(accelerator, key, fixed)]
+                    seconds[part][position] += (
+                        amount * prior_line(own, key)[0 if fixed else 1] * math.exp(logs[position])
+                    )
+        sums = [float(part.sum()) for part in seconds]
+        total = math.hypot(*sums)
+        slope = (seconds[0] * sums[0] + seconds[1] * sums[1]) / total**2
+        return math.log(total), slope
+
+    def _bounded(self, logs: Counts) -> Counts:
+        """Factors within `FACTOR_BOUNDS`, and efficiencies up to 1 (a CPU's peak is a typical core's: not bounded)."""
+        lowest = np.full(len(logs), math.log(FACTOR_BOUNDS[0]))
+        for factor, position in self._index.items():
+            if not factor.fixed and factor.accelerator != "cpu":
+                own = self._accelerators[factor.accelerator]
+                limit = peak(own, factor.key) * prior_line(own, factor.key)[1]
+                lowest[position] = max(lowest[position], -math.log(limit)) if math.isfinite(limit) else lowest[position]
+        return np.clip(logs, lowest, math.log(FACTOR_BOUNDS[1]))
+
+    def _extend(self, factors: list[_Factor]) -> None:
+        """Add factors, with the mean and covariance that what is known already implies for them."""
+        new = [factor for factor in factors if factor not in self._index]
+        if not new:
+            return
+        old = list(self._index)
+        transfer, remainder = self._conditional(new, old)
+        cross = transfer @ self._covariance
+        own = remainder + cross @ transfer.T
+        self._logs = np.concatenate([self._logs, transfer @ self._logs])
+        self._covariance = np.block([[self._covariance, cross.T], [cross, own]])
+        for factor in new:
+            self._index[factor] = len(self._index)
+
+    def _expected(self, factors: list[_Factor]) -> Counts:
+        """Log factors: learned ones, and what these imply for the others."""
+        new = [factor for factor in factors if factor not in self._index]
+        implied = iter(self._conditional(new, list(self._index))[0] @ self._logs)
+        return np.array([self._logs[self._index[f]] if f in self._index else float(next(implied)) for f in factors])
+
+    def _conditional(self, new: list[_Factor], old: list[_Factor]) -> tuple[Counts, Counts]:
+        """(matrix from old to expected new factors, covariance of new ones given old) under the prior."""
+        joint, size = self._prior_covariance(new + old), len(new)
+        among, cross, known = joint[:size, :size], joint[:size, size:], joint[size:, size:]
+        transfer = np.zeros((size, len(old)))
+        if old and new:
+            transfer[:] = np.linalg.solve(known, cross.T).T
+        return transfer, among - transfer @ cross.T
+
+    def _prior_covariance(self, factors: list[_Factor]) -> Counts:
+        """[n, n]; fixed parts and work have nothing in common."""
+        names = list(dict.fromkeys(f.accelerator for f in factors))
+        likeness = np.array([[self._likeness(a, b) for b in names] for a in names])
+        device = np.array([names.index(f.accelerator) for f in factors], dtype=int)
+        classes = list(dict.fromkeys(f.key for f in factors))
+        cls = np.array([classes.index(f.key) for f in factors], dtype=int)
+        network = np.array([f.key[0] in COLLECTIVES for f in factors], dtype=int)
+        fixed = np.array([f.fixed for f in factors], dtype=int)
+        shared = COMMON**2 + GROUP**2 * _same(network) + CLASS**2 * _same(cls)
+        alike = likeness[np.ix_(device, device)] if factors else np.zeros((0, 0))
+        return _same(fixed) * (alike * shared + DEVICE**2 * _same(device)) + OWN**2 * np.eye(len(factors))
+
+    def _likeness(self, a: str, b: str) -> float:
+        """1 for the same accelerator, falling with the distance of the peaks; CPU workers stand apart."""
+        if a == b:
+            return 1.0
+        if "cpu" in (a, b):
+            return 0.0
+        return math.exp(-log_distance(self._accelerators[a], self._accelerators[b]) / DISTANCE_SCALE)
+
+    def _forget(self, accelerator: str) -> None:
+        """Let what is known of an accelerator drift, never beyond the prior's ignorance."""
+        factors = list(self._index)
+        moved = np.array([f.accelerator == accelerator for f in factors])
+        prior = self._prior_covariance(factors)
+        drifted = self._covariance + (1 - FORGETTING) * np.where(np.outer(moved, moved), prior, 0.0)
+        shrink = np.sqrt(np.minimum(1.0, np.diag(prior) / np.diag(drifted)))
+        self._covariance = drifted * np.outer(shrink, shrink)
+
+
+def _same(labels: npt.NDArray[np.int_]) -> Counts:
+    """[n, n]: 1 where two labels are equal."""
+    return np.equal.outer(labels, labels).astype(np.float64)
+
+
+def _as_key(key: OpKey) -> OpKey:
+    """The class under which a link is learned: a device's link to itself counts as inside the node."""
+    return (key[0], Link.INTRA_NODE) if key[1] is Link.SELF else key
 
 
 def _key(op_class: Op | str, link: Link | None) -> OpKey:
     if isinstance(op_class, Op):
-        return op_class, link
+        return _as_key((op_class, link))
     op, named_link = parse_key(op_class)
-    return op, link or named_link
+    return _as_key((op, link or named_link))

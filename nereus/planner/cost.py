@@ -120,6 +120,7 @@ class _Setting:
     precision: Precision
     span: Span
     machine_balance: float
+    units_per_node: int
 
 
 class CostModel:
@@ -128,6 +129,7 @@ class CostModel:
     def __init__(self, cluster: Cluster, calibration: Calibration) -> None:
         self.cluster = cluster
         self.calibration = calibration
+        self.devices_per_node = max(map(len, cluster.nodes.values()))
 
     def stage_seconds(
         self,
@@ -155,6 +157,7 @@ class CostModel:
             Shape.of(spec), spec, layout, dp, workload, micro_batch, recompute, precision, span,
             device.flops_per_s * PRIORS[Op.GEMM].efficiency
             / (device.memory_bytes_per_s * PRIORS[Op.DECODE_GEMM].efficiency),
+            max(1, self.devices_per_node // layout.num_ranks),
         )  # fmt: skip
         lines = self._lines(accelerator, active_workers_on_node)
         costs: dict[str, TaskCost] = {}
@@ -214,7 +217,7 @@ def _update_once(at: _Setting) -> Bill:
     """Gradient reduction over the units and one Adam update of the rank's flat buffers."""
     bill, pp, wide = Bill(), at.layout.pp, at.precision.wide_bytes
     numel = max(state_numel(at.spec, at.layout, pp_rank) for pp_rank in (0, pp - 1))
-    add_collective(bill, Op.ALL_REDUCE, numel * wide, 1, at.dp, at.span.dp_link)
+    add_collective(bill, Op.ALL_REDUCE, numel * wide, 1, at.dp, at.span.dp_link, ranks_per_node=at.units_per_node)
     bill.add(Op.ELEMENTWISE, numel * (OPTIMIZER_PASSES * wide + 2 * at.precision.param_bytes), OPTIMIZER_PASSES)
     bill.add(Op.LAUNCH, 0, 1)
     return bill

@@ -190,16 +190,23 @@ def causal_pairs(length: float, window: int | None = None) -> float:
 
 
 def hops(num_ranks: int) -> float:
-    """Latency steps of one collective call."""
+    """Latency steps of one call over a tree."""
     return max(1.0, math.log2(num_ranks)) if num_ranks > 1 else 0.0
 
 
-def add_collective(bill: Bill, op: Op, payload_bytes: float, calls: float, num_ranks: int, link: Link) -> None:
-    """`calls` collectives over `num_ranks` that together reduce or gather `payload_bytes` (the full tensor)."""
+def add_collective(
+    bill: Bill, op: Op, payload_bytes: float, calls: float, num_ranks: int, link: Link, *, ranks_per_node: int = 1
+) -> None:
+    """`calls` collectives over `num_ranks` that together reduce, gather or exchange `payload_bytes` (the full tensor).
+
+    ranks_per_node: ranks of the group in one node; between nodes they share the traffic over their network cards.
+    """
     if num_ranks == 1:
         return
     factor = 2 if op is Op.ALL_REDUCE else 1
-    bill.add(op, factor * payload_bytes * (num_ranks - 1) / num_ranks, calls * hops(num_ranks), link)
+    shared = min(ranks_per_node, num_ranks) if link is Link.INTER_NODE else 1
+    steps = num_ranks - 1 if op in (Op.ALL_GATHER, Op.REDUCE_SCATTER) else hops(num_ranks)
+    bill.add(op, factor * payload_bytes * (num_ranks - 1) / num_ranks / shared, calls * steps, link)
 
 
 def layer_forward(

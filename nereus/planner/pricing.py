@@ -15,10 +15,11 @@ import numpy.typing as npt
 from nereus.cluster import Accelerator, Link
 from nereus.model import ModelSpec
 from nereus.plan import Layout, ModelStage, Role, Stage
+from nereus.planner.bounds import Options
 from nereus.planner.calibration import PRIORS
 from nereus.planner.candidates import RECOMPUTES, Candidate, Candidates, Floats, Ints
 from nereus.planner.cost import ON_DEVICE, OPTIMIZER_PASSES, CostModel, Span, _pipeline_basis, _segments, _slowest_mean
-from nereus.planner.footprints import LayoutTable, footprints, layout_table
+from nereus.planner.footprints import LayoutTable, footprints, layout_table, smallest_state
 from nereus.planner.memory import Precision, Recompute
 from nereus.planner.operations import (
     COLUMN,
@@ -108,9 +109,14 @@ class Pricing:
         """Wave of each task: the length of the longest chain of tasks before it."""
         return waves_of(self.workflow)
 
+    def sketch(self, model_stage: ModelStage, *, in_turn: bool) -> "Sketch":
+        """Everything the model-stage could do on this line, in the fewest seconds it could take."""
+        return Sketch(self, model_stage, in_turn=in_turn)
+
     def candidates(self, model_stage: ModelStage, *, in_turn: bool) -> Candidates:
-        """Everything the model-stage could do on this line that fits a device by itself."""
-        return _StagePricer(self, model_stage, in_turn=in_turn).candidates()
+        """Every candidate of the model-stage that fits a device by itself."""
+        sketch = self.sketch(model_stage, in_turn=in_turn)
+        return sketch.candidates(np.full(len(sketch), True))
 
     def sync_price(self, source: ModelStage, at: Candidate, targets: Candidates) -> Floats:
         """Seconds of weight synchronization from a candidate to each of `targets` (as `CostModel.sync_seconds`)."""
@@ -180,16 +186,32 @@ def _prefill_counts(shape: Shape, tp: int, value_bytes: int, link: Link, prompt:
     return np.stack([counts(0), counts(1) - counts(0)])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Settings:
-    """[settings]: pairs of dp and micro-batch, and what a unit's micro-batches then hold."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Family:
+    """Candidates that differ in layout, dp and micro-batch alone.
 
-    dp: Ints
-    micro_batch: Ints
+    region: its index. grain: [layouts] devices that must stay in one node. at, setting: [rows] numbers of the layout
+    and of the (dp, micro-batch) pair of each row.
+    """
+
+    region: int
+    layouts: tuple[tuple[int, int], ...]
+    table: LayoutTable
+    grain: Ints
+    span: Span
+    at: Ints
+    setting: Ints
+    seconds: Floats
+
+    def __len__(self) -> int:
+        return len(self.at)
 
 
-class _StagePricer:
-    """Candidates of one model-stage."""
+class Sketch:
+    """What a model-stage could do and the seconds of each possibility without recomputation; memory comes later.
+
+    Recomputation only adds time, so `seconds` bounds every candidate made from a row.
+    """
 
     def __init__(self, pricing: Pricing, model_stage: ModelStage, *, in_turn: bool) -> None:
         self.pricing, self.model_stage, self.in_turn = pricing, model_stage, in_turn
@@ -199,8 +221,17 @@ class _StagePricer:
         self.tasks = [task for task in pricing.workflow.tasks if task.model_stage == model_stage]
         self.trains = model_stage.stage is Stage.TRAINING
         self.layouts = pricing.space.layouts(self.spec, pricing.line)
-        self.settings = self._settings()
+        self.dp, self.micro_batch = self._settings()
         self.alone = sum(m.stage is model_stage.stage for m in pricing.workflow.model_stages) == 1
+        self.families = [
+            self._family(index, region, layouts, grains, span)
+            for index, region in enumerate(pricing.line.regions)
+            for layouts, grains, span in self._variants(region)
+            if layouts
+        ]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.families))
 
     @property
     def unit_total(self) -> int:
@@ -208,7 +239,8 @@ class _StagePricer:
         work = self.workload
         return -(-work.num_samples // work.mini_batches) if self.trains else work.num_samples
 
-    def _settings(self) -> _Settings:
+    def _settings(self) -> tuple[Ints, Ints]:
+        """[settings] each: dp and micro-batch."""
         work, space, line = self.workload, self.pricing.space, self.pricing.line
         totals = {work.num_samples, -(-work.num_samples // work.mini_batches)}
         pairs = [
@@ -216,19 +248,8 @@ class _StagePricer:
             for dp in space.replicas(totals, min(self.unit_total, line.num_devices))
             for size in space.micro_batches(-(-self.unit_total // dp))
         ]
-        return _Settings(
-            np.array([dp for dp, _ in pairs], dtype=np.int64), np.array([size for _, size in pairs], dtype=np.int64)
-        )
-
-    def candidates(self) -> Candidates:
-        parts = [
-            self._on_blocks(index, region, layouts, grains, span)
-            for index, region in enumerate(self.pricing.line.regions)
-            for layouts, grains, span in self._variants(region)
-            if layouts
-        ]
-        waves = 1 + max(self.pricing.waves.values())
-        return Candidates.concatenate(parts) if parts else Candidates.of(self.model_stage, [], num_waves=waves)
+        columns = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        return columns[:, 0], columns[:, 1]
 
     def _variants(self, region: Region) -> list[tuple[tuple[tuple[int, int], ...], list[int], Span]]:
         """(layouts, devices that must stay in one node, links) of the ways to lie in a region.
@@ -247,54 +268,75 @@ class _StagePricer:
             (whole, [tp * pp for tp, pp in whole], Span(dp_link=inter)),
         ]
 
-    def _on_blocks(
+    def _family(
         self, index: int, region: Region, layouts: tuple[tuple[int, int], ...], grains: list[int], span: Span
-    ) -> Candidates:
-        """Candidates on blocks of one region."""
+    ) -> _Family:
+        """What may lie on blocks of one region, where the state alone fits a device."""
         line, table = self.pricing.line, layout_table(self.spec, layouts)
-        ranks = table.tp * table.pp
         grain = np.array(grains, dtype=np.int64)
-        fit = np.array([line.groups_fit(g) * g for g in grains], dtype=np.int64)
+        fit = np.array([line.groups_fit(size) * size for size in grains], dtype=np.int64)
         limit = np.minimum(fit, line.max_node if region.one_node else line.num_devices)
-        devices = ranks[:, None] * self.settings.dp[None, :]
+        limit[smallest_state(self.trains, table, self.pricing.precision) > line.max_capacity] = 0
+        devices = (table.tp * table.pp)[:, None] * self.dp[None, :]
         possible = devices <= limit[:, None]
         if not region.one_node:
             possible &= devices > grain[:, None]
-        found = []
-        for number, recompute in enumerate(RECOMPUTES if self.trains else RECOMPUTES[:1]):
-            found.append(self._with_recompute(index, region, layouts, table, grain, span, possible, number, recompute))
+        at, setting = np.nonzero(possible)
+        family = _Family(index, layouts, table, grain, span, at, setting, np.zeros(0))
+        return dataclasses.replace(family, seconds=self._seconds(family, at, setting, Recompute.NONE))
+
+    def options(self) -> Options:
+        """Devices and fewest seconds of every row."""
+        families = self.families
+        devices = [(f.table.tp * f.table.pp)[f.at] * self.dp[f.setting] for f in families]
+        seconds = [f.seconds for f in families]
+        if not families:
+            return Options(np.zeros(0, dtype=np.int64), np.zeros((0, self.num_waves)))
+        return Options(np.concatenate(devices), np.concatenate(seconds))
+
+    def powers_of_two(self) -> Mask:
+        """The rows whose layout and dp are powers of two."""
+        masks = [np.zeros(0, dtype=bool)]
+        for family in self.families:
+            single = [_power_of_two(values) for values in (family.table.tp, family.table.pp, self.dp)]
+            masks.append((single[0] & single[1])[family.at] & single[2][family.setting])
+        return np.concatenate(masks)
+
+    @property
+    def num_waves(self) -> int:
+        return 1 + max(self.pricing.waves.values())
+
+    def candidates(self, keep: Mask) -> Candidates:
+        """The candidates made from the rows to keep that fit a device by themselves."""
+        found, first = [Candidates.of(self.model_stage, [], num_waves=self.num_waves)], 0
+        for family in self.families:
+            rows = np.flatnonzero(keep[first : first + len(family)])
+            first += len(family)
+            for number, recompute in enumerate(RECOMPUTES if self.trains else RECOMPUTES[:1]):
+                found.append(self._fitting(family, rows, number, recompute))
         return Candidates.concatenate(found)
 
-    def _with_recompute(
-        self,
-        index: int,
-        region: Region,
-        layouts: tuple[tuple[int, int], ...],
-        table: LayoutTable,
-        grain: Ints,
-        span: Span,
-        possible: Mask,
-        number: int,
-        recompute: Recompute,
-    ) -> Candidates:
-        at, setting = np.nonzero(possible)
-        dp, micro_batch = self.settings.dp[setting], self.settings.micro_batch[setting]
+    def _fitting(self, family: _Family, rows: Ints, number: int, recompute: Recompute) -> Candidates:
+        at, setting = family.at[rows], family.setting[rows]
         held = footprints(
-            self.model_stage, self.spec, table, at, dp=dp, micro_batch=micro_batch, workload=self.workload,
-            recompute=recompute, precision=self.pricing.precision,
+            self.model_stage, self.spec, family.table, at, dp=self.dp[setting], micro_batch=self.micro_batch[setting],
+            workload=self.workload, recompute=recompute, precision=self.pricing.precision,
         )  # fmt: skip
         fits = np.flatnonzero(np.minimum(held.active, held.shared_active) <= self.pricing.line.max_capacity)
-        at, setting, dp = at[fits], setting[fits], dp[fits]
-        seconds = self._seconds(region, layouts, table, span, recompute, at, setting)
+        at, setting = at[fits], setting[fits]
+        if recompute is Recompute.NONE:
+            seconds = family.seconds[rows[fits]]
+        else:
+            seconds = self._seconds(family, at, setting, recompute)
         return Candidates(
             self.model_stage,
-            tp=table.tp[at],
-            pp=table.pp[at],
-            dp=dp,
-            grain=grain[at],
-            micro_batch=micro_batch[fits],
+            tp=family.table.tp[at],
+            pp=family.table.pp[at],
+            dp=self.dp[setting],
+            grain=family.grain[at],
+            micro_batch=self.micro_batch[setting],
             recompute=np.full(len(fits), number, dtype=np.int64),
-            region=np.full(len(fits), index, dtype=np.int64),
+            region=np.full(len(fits), family.region, dtype=np.int64),
             seconds=seconds,
             active=held.active[fits],
             idle=held.idle[fits],
@@ -302,26 +344,17 @@ class _StagePricer:
             shared_idle=held.shared_idle[fits],
         )
 
-    def _seconds(
-        self,
-        region: Region,
-        layouts: tuple[tuple[int, int], ...],
-        table: LayoutTable,
-        span: Span,
-        recompute: Recompute,
-        at: Ints,
-        setting: Ints,
-    ) -> Floats:
+    def _seconds(self, family: _Family, at: Ints, setting: Ints, recompute: Recompute) -> Floats:
         """[rows, waves]."""
         waves, cost = self.pricing.waves, self.pricing.cost
-        device = cost.cluster.accelerator(region.accelerator)
-        job = _TaskPrice(self, layouts, table, span, recompute, at, setting, device)
-        lines = cost._lines(region.accelerator, None)
-        seconds = np.zeros((len(at), 1 + max(waves.values())))
+        accelerator = self.pricing.line.regions[family.region].accelerator
+        job = _TaskPrice(self, family, at, setting, recompute, cost.cluster.accelerator(accelerator))
+        lines = cost._lines(accelerator, None)
+        seconds = np.zeros((len(at), self.num_waves))
         for task in self.tasks:
             seconds[:, waves[task.name]] += job.price(task.kind, lines)
         if cost.cluster.cores_per_node:
-            devices = table.tp[at] * table.pp[at] * self.settings.dp[setting]
+            devices = (family.table.tp * family.table.pp)[at] * self.dp[setting]
             crowding = np.maximum(1.0, self._workers(devices) / cost.cluster.cores_per_node) - 1.0
             on_device = np.where(ON_DEVICE, lines, 0.0)
             for task in self.tasks:
@@ -334,27 +367,29 @@ class _StagePricer:
         return np.minimum(devices, node) if self.alone or self.in_turn else np.full(len(devices), node)
 
 
+def _power_of_two(values: Ints) -> Mask:
+    return (values & (values - 1)) == 0
+
+
 class _TaskPrice:
     """Seconds of one task for rows of (layout, setting)."""
 
     def __init__(
         self,
-        stage: _StagePricer,
-        layouts: tuple[tuple[int, int], ...],
-        table: LayoutTable,
-        span: Span,
-        recompute: Recompute,
+        stage: Sketch,
+        family: _Family,
         at: Ints,
         setting: Ints,
+        recompute: Recompute,
         accelerator: Accelerator,
     ) -> None:
         """`accelerator` says up to which batch decoding is bound by memory."""
-        self.stage, self.layouts, self.table, self.span = stage, layouts, table, span
+        self.stage, self.layouts, self.table, self.span = stage, family.layouts, family.table, family.span
         self.balance = (accelerator.flops_per_s * PRIORS[Op.GEMM].efficiency) / (
             accelerator.memory_bytes_per_s * PRIORS[Op.DECODE_GEMM].efficiency
         )
         self.recompute, self.at, self.setting = recompute, at, setting
-        self.workload, self.settings = stage.workload, stage.settings
+        self.workload, self.dp, self.micro_batch = stage.workload, stage.dp, stage.micro_batch
 
     def price(self, kind: Kind, lines: Counts) -> Floats:
         if kind is Kind.GENERATE:
@@ -370,11 +405,15 @@ class _TaskPrice:
         passes = self._passes(lines, int(work.num_samples / work.mini_batches), self.recompute)
         reduce = COLUMN[(Op.ALL_REDUCE, self.span.dp_link)]
         adam, launch = COLUMN[(Op.ELEMENTWISE, None)], COLUMN[(Op.LAUNCH, None)]
-        counts = np.unique(self.settings.dp)
+        counts = np.unique(self.dp)
         steps = np.zeros(int(counts.max(initial=1)) + 1)
         steps[counts] = [hops(dp) for dp in counts.tolist()]
-        dp, numel = self.settings.dp[self.setting], self.table.ends_numel[self.at]
-        once = 2 * (dp - 1) / dp * numel * wide * lines[0, reduce] + steps[dp] * lines[1, reduce]
+        dp, numel = self.dp[self.setting], self.table.ends_numel[self.at]
+        sent = 2 * (dp - 1) / dp * numel * wide
+        if self.span.dp_link is Link.INTER_NODE:
+            ranks = self.table.tp[self.at] * self.table.pp[self.at]
+            sent = sent / np.minimum(dp, np.maximum(1, self.stage.pricing.cost.devices_per_node // ranks))
+        once = sent * lines[0, reduce] + steps[dp] * lines[1, reduce]
         per_element = OPTIMIZER_PASSES * wide + 2 * precision.param_bytes
         once = once + numel * per_element * lines[0, adam] + OPTIMIZER_PASSES * lines[1, adam] + lines[1, launch]
         result: Floats = updates * (passes + once)
@@ -392,16 +431,16 @@ class _TaskPrice:
     def _micro_batches(self, samples: int) -> tuple[Floats, Ints]:
         """([4, settings]: 1, tokens, pairs and loss tokens of a micro-batch; [settings]: micro-batches of a unit)."""
         work, window = self.workload, self.stage.shape.window
-        unit = np.maximum(1, -(-samples // self.settings.dp))
-        count = -(-unit // self.settings.micro_batch)
+        unit = np.maximum(1, -(-samples // self.dp))
+        count = -(-unit // self.micro_batch)
         each = unit / count
         spread = 0.0 if window else (work.response.mean_square - work.response.mean**2) / 2
         known = {
             dp: _slowest_mean(work, share, dp)
-            for dp, share in dict(zip(self.settings.dp.tolist(), unit.tolist(), strict=True)).items()
+            for dp, share in dict(zip(self.dp.tolist(), unit.tolist(), strict=True)).items()
         }
-        response = np.array([known[dp] for dp in self.settings.dp.tolist()])
-        pairs = np.array([causal_pairs(work.prompt_tokens + known[dp], window) for dp in self.settings.dp.tolist()])
+        response = np.array([known[dp] for dp in self.dp.tolist()])
+        pairs = np.array([causal_pairs(work.prompt_tokens + known[dp], window) for dp in self.dp.tolist()])
         content = np.stack(
             [np.ones(len(each)), each * (work.prompt_tokens + response), each * (pairs + spread), each * response]
         )
@@ -409,8 +448,8 @@ class _TaskPrice:
 
     def _generate(self, lines: Counts) -> Floats:
         work, stage, launch = self.workload, self.stage, COLUMN[(Op.LAUNCH, None)]
-        samples = np.maximum(1, -(-work.num_samples // self.settings.dp))
-        slots = np.minimum(self.settings.micro_batch, samples)
+        samples = np.maximum(1, -(-work.num_samples // self.dp))
+        slots = np.minimum(self.micro_batch, samples)
         result = self._prefill(lines, samples / slots, slots)
         phases = self._phases(samples, slots)
         for compute_bound in (False, True):
@@ -446,7 +485,7 @@ class _TaskPrice:
     def _phases(self, samples: Ints, slots: Ints) -> tuple[Floats, Floats, Floats, Mask]:
         """Decode phases of each setting, [phases, settings]: steps, tokens, tokens x context, compute-bound or not."""
         work, window = self.workload, self.stage.shape.window
-        mean, dp = work.response.mean, self.settings.dp
+        mean, dp = work.response.mean, self.dp
         steps = [(samples - slots) * mean / slots]
         batch = [slots.astype(np.float64)]
         context = [work.prompt_tokens + mean / 2]
