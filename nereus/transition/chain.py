@@ -147,17 +147,20 @@ def _extend(change: Change, table: DeviceTable, rates: Rates) -> Step:
 
 def _near_units(source: Buffers, receivers: Buffers, count: int, table: DeviceTable) -> IntArray:
     """[count]: indices of the source units that send, those that start on a node of a receiver first."""
-    starts = table.node[source.devices[:: source.layout.num_ranks]]
-    far = ~np.isin(starts, table.node[receivers.devices])
-    return np.sort(np.argsort(far, kind="stable")[:count])
+    far = np.ones(len(table.host_bytes), dtype=np.bool_)
+    far[table.node[receivers.devices]] = False
+    first_devices = source.devices[:: source.layout.num_ranks]
+    return np.sort(np.argsort(far[table.node[first_devices]], kind="stable")[:count])
 
 
 def _fused_primitive(change: Change, table: DeviceTable) -> Primitive:
     """SPLIT or MERGE where the fused move is exactly that, else RESHARD."""
     source = change.source
     common = common_layout(source.layout, change.target.layout)
+    if common not in (source.layout, change.target.layout):
+        return Primitive.RESHARD
     own = source.rank_table(table.size)[change.target.devices]
-    if common not in (source.layout, change.target.layout) or (own < 0).any():
+    if own.min() < 0:
         return Primitive.RESHARD
     held = enclosing_ranks(source.layout, common)[own]
     needed = enclosing_ranks(change.target.layout, common)[change.target.ranks]

@@ -121,12 +121,10 @@ class Buffers:
     devices: IntArray
     ranks: IntArray
 
-    @classmethod
-    def of(cls, stage_plan: StagePlan) -> "Buffers":
-        """The buffers of every unit, unit after unit."""
-        count, size = stage_plan.dp, stage_plan.layout.num_ranks
-        devices = np.fromiter(itertools.chain.from_iterable(stage_plan.units), dtype=np.int64, count=count * size)
-        return cls(stage_plan.layout, devices, np.arange(count * size) % size)
+    @staticmethod
+    def of(stage_plan: StagePlan) -> "Buffers":
+        """The buffers of every unit, unit after unit. Do not modify."""
+        return _buffers_of(stage_plan)
 
     def rank_table(self, size: int) -> IntArray:
         """[size]: rank of each device id, -1 where it holds none."""
@@ -137,6 +135,13 @@ class Buffers:
     def where(self, chosen: BoolArray) -> "Buffers":
         """The buffers marked in `chosen` [n]."""
         return Buffers(self.layout, self.devices[chosen], self.ranks[chosen])
+
+
+@functools.lru_cache(maxsize=256)
+def _buffers_of(stage_plan: StagePlan) -> Buffers:
+    count, size = stage_plan.dp, stage_plan.layout.num_ranks
+    devices = np.fromiter(itertools.chain.from_iterable(stage_plan.units), dtype=np.int64, count=count * size)
+    return Buffers(stage_plan.layout, devices, np.arange(count * size) % size)
 
 
 NO_BUFFERS = Buffers(Layout(), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))

@@ -48,9 +48,9 @@ class Change:
         """Target units with at least one new buffer."""
         if self.target_plan is None:
             return ()
-        building = self.acquired.reshape(self.target_plan.dp, -1).any(axis=1)
-        if building.all():
+        if self.acquired.all():
             return self.target_plan.units
+        building = self.acquired.reshape(self.target_plan.dp, -1).any(axis=1)
         return tuple(self.target_plan.units[i] for i in np.flatnonzero(building))
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 
 from nereus.plan import ModelStage, Plan
 from nereus.transition.chain import Step, building_steps, destroy_step
-from nereus.transition.cost import DeviceTable, Rates, StageState, readable_bytes
+from nereus.transition.cost import Buffers, DeviceTable, Rates, StageState, readable_bytes
 from nereus.transition.diff import Change, Held
 from nereus.transition.order import Job, best_order
 from nereus.transition.overlap import IntArray
@@ -64,9 +64,14 @@ def _overfull(
     steps: Sequence[Step], used: IntArray, states: Mapping[ModelStage, StageState], table: DeviceTable
 ) -> Infeasible | None:
     """The first step that does not fit, if any; buffers that a later step frees again count up to its end."""
+    if not any(len(step.releases.devices) for step in steps):
+        total = used.copy()
+        for step in steps:
+            total[step.acquires.devices] += _sizes(step, step.acquires, states)
+        if (total <= table.limit_bytes).all():
+            return None
     for step in steps:
-        state, new, freed = states[step.model_stage], step.acquires, step.releases
-        used[new.devices] += state.buffer_bytes(new.layout)[new.ranks]
+        used[step.acquires.devices] += _sizes(step, step.acquires, states)
         over = (used > table.limit_bytes) & (used > 0)
         if over.any():
             device = int((used - table.limit_bytes).argmax())
@@ -74,9 +79,13 @@ def _overfull(
                 f"device {device} would hold {readable_bytes(used[device])} of "
                 f"{readable_bytes(table.limit_bytes[device])} during {step.primitive} of {step.model_stage}"
             )
-        if len(freed.devices):
-            used[freed.devices] -= state.buffer_bytes(freed.layout)[freed.ranks]
+        used[step.releases.devices] -= _sizes(step, step.releases, states)
     return None
+
+
+def _sizes(step: Step, buffers: Buffers, states: Mapping[ModelStage, StageState]) -> IntArray:
+    sizes: IntArray = states[step.model_stage].buffer_bytes(buffers.layout)[buffers.ranks]
+    return sizes
 
 
 def _order(steps: Sequence[Step], owner: Sequence[int], table: DeviceTable) -> tuple[int, ...]:
