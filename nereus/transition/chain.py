@@ -41,8 +41,7 @@ class Step:
         """The operation at its place in the global order."""
         return Operation(
             index, self.primitive, self.model_stage, self.source_stage, self.source_layout, self.sources,
-            self.target_layout, self.targets, tuple(self.acquires.devices.tolist()),
-            tuple(self.releases.devices.tolist()),
+            self.target_layout, self.targets, self.acquires.device_ids, self.releases.device_ids,
         )  # fmt: skip
 
 

@@ -115,33 +115,48 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Buffers:
-    """Buffers of one layout: `devices[i]` holds, or is to hold, the shards of `ranks[i]`. Both [n]."""
+    """Buffers of one layout: `devices[i]` holds, or is to hold, the shards of `ranks[i]`. Both [n], never modified.
+
+    ids: the devices as integers, where they are known that way already.
+    """
 
     layout: Layout
     devices: IntArray
     ranks: IntArray
+    ids: tuple[int, ...] | None = None
 
     @staticmethod
     def of(stage_plan: StagePlan) -> "Buffers":
-        """The buffers of every unit, unit after unit. Do not modify."""
+        """The buffers of every unit, unit after unit."""
         return _buffers_of(stage_plan)
 
+    @property
+    def device_ids(self) -> tuple[int, ...]:
+        return tuple(self.devices.tolist()) if self.ids is None else self.ids
+
     def rank_table(self, size: int) -> IntArray:
-        """[size]: rank of each device id, -1 where it holds none."""
-        table = np.full(size, -1)
-        table[self.devices] = self.ranks
-        return table
+        """[size]: rank of each device id, -1 where it holds none. Do not modify."""
+        return _rank_table(self, size)
 
     def where(self, chosen: BoolArray) -> "Buffers":
         """The buffers marked in `chosen` [n]."""
+        if chosen.all():
+            return self
         return Buffers(self.layout, self.devices[chosen], self.ranks[chosen])
 
 
 @functools.lru_cache(maxsize=256)
 def _buffers_of(stage_plan: StagePlan) -> Buffers:
-    count, size = stage_plan.dp, stage_plan.layout.num_ranks
-    devices = np.fromiter(itertools.chain.from_iterable(stage_plan.units), dtype=np.int64, count=count * size)
-    return Buffers(stage_plan.layout, devices, np.arange(count * size) % size)
+    ids = tuple(itertools.chain.from_iterable(stage_plan.units))
+    ranks = np.arange(len(ids)) % stage_plan.layout.num_ranks
+    return Buffers(stage_plan.layout, np.fromiter(ids, dtype=np.int64, count=len(ids)), ranks, ids)
+
+
+@functools.lru_cache(maxsize=256)
+def _rank_table(buffers: Buffers, size: int) -> IntArray:
+    table = np.full(size, -1)
+    table[buffers.devices] = buffers.ranks
+    return table
 
 
 NO_BUFFERS = Buffers(Layout(), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
@@ -171,27 +186,34 @@ def _conversion(spec: ModelSpec, source: Layout, target: Layout) -> _Conversion:
     return _Conversion(lacking, share)
 
 
+def _pairs(source: Buffers, target: Buffers, table_size: int) -> IntArray:
+    """[n]: index into a flattened table of `_Conversion` for each target device: its rank now and to be."""
+    own = source.rank_table(table_size).take(target.devices)
+    pairs: IntArray = np.where(own < 0, source.layout.num_ranks, own) * target.layout.num_ranks + target.ranks
+    return pairs
+
+
 def lacking_elements(spec: ModelSpec, source: Buffers, target: Buffers, table_size: int) -> IntArray:
     """[n]: elements each target device lacks, given what its own source buffer holds.
 
     Their sum is the lower bound of what a move must send: nothing a device lacks can come from itself.
     """
-    own = source.rank_table(table_size)[target.devices]
-    lacking: IntArray = _conversion(spec, source.layout, target.layout).lacking[own, target.ranks]
+    table = _conversion(spec, source.layout, target.layout).lacking
+    lacking: IntArray = table.take(_pairs(source, target, table_size))
     return lacking
 
 
 def transfer_load(state: StageState, source: Buffers, target: Buffers, *, devices: DeviceTable, rates: Rates) -> Load:
     """The load of assembling the target buffers from the source buffers."""
-    tables = _conversion(state.spec, source.layout, target.layout)
-    own = source.rank_table(devices.size)[target.devices]
-    lacking = tables.lacking[own, target.ranks]
-    total = int(lacking.sum()) * state.element_bytes
-    copied = int((tables.lacking[-1, target.ranks] - lacking).max(initial=0)) * state.element_bytes
-    copy_s = copied / rates.copy_bytes_per_s
+    tables, size = _conversion(state.spec, source.layout, target.layout), state.element_bytes
+    pairs = _pairs(source, target, devices.size)
+    lacking = tables.lacking.take(pairs)
+    total = int(lacking.sum()) * size
+    whole = tables.lacking[-1].take(target.ranks)
+    copy_s = int((whole - lacking).max(initial=0)) * size / rates.copy_bytes_per_s
     if not total:
         return Load(copy_s)
-    intra, inter = _by_link(lacking * state.element_bytes, tables.share, own, source, target, devices)
+    intra, inter = _by_link(lacking.astype(np.float64) * size, tables.share, pairs, source, target, devices)
     holders = np.maximum(np.bincount(source.ranks, minlength=len(tables.share)), 1)
     slowest_s = max(
         copy_s,
@@ -206,19 +228,22 @@ def transfer_load(state: StageState, source: Buffers, target: Buffers, *, device
 
 
 def _by_link(
-    wanted: IntArray, share: FloatArray, own: IntArray, source: Buffers, target: Buffers, devices: DeviceTable
+    wanted: FloatArray, share: FloatArray, pairs: IntArray, source: Buffers, target: Buffers, devices: DeviceTable
 ) -> tuple[FloatArray, FloatArray]:
     """[n] each: what every target device gets inside its node, and from other nodes."""
     present = np.zeros((len(devices.host_bytes), len(share)))
-    present[devices.node[source.devices], source.ranks] = 1.0
-    own_share = share[own, target.ranks]
-    near = (present @ share)[devices.node[target.devices], target.ranks] - own_share
-    intra: FloatArray = wanted.astype(np.float64) * np.minimum(near / np.maximum(1.0 - own_share, 1e-9), 1.0)
-    inter: FloatArray = wanted - intra
-    return intra, inter
+    present.put(devices.node.take(source.devices) * len(share) + source.ranks, 1.0)
+    own_share = share.take(pairs)
+    places = devices.node.take(target.devices) * share.shape[1] + target.ranks
+    near = (present @ share).take(places) - own_share
+    intra = wanted * np.minimum(near / np.maximum(1.0 - own_share, 1e-9), 1.0)
+    return intra, wanted - intra
 
 
 def _busiest(wanted: FloatArray, share: FloatArray, target: Buffers, holders: IntArray) -> float:
     """Bytes of the busiest device: what one receives, or one sends when demand is spread over the holders of a rank."""
+    most = float(wanted.max())
+    if not most:
+        return 0.0
     by_target_rank = np.bincount(target.ranks, weights=wanted, minlength=share.shape[1])
-    return max(float(wanted.max()), float((share @ by_target_rank / holders).max()))
+    return max(most, float((share @ by_target_rank / holders).max()))

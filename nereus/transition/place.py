@@ -19,10 +19,11 @@ class Placer:
         """Place a step last; returns its id. An edge that is both local and resource counts as local."""
         index = len(self._operations)
         self._operations.append(step.operation(index))
-        self._edges.extend(Edge(before, index, EdgeKind.LOCAL) for before in dict.fromkeys(local))
-        self._edges.extend(
-            Edge(before, index, EdgeKind.RESOURCE) for before in dict.fromkeys(resource) if before not in local
-        )
+        for before in dict.fromkeys(local):
+            self._edges.append(Edge(before, index, EdgeKind.LOCAL))
+        for before in dict.fromkeys(resource):
+            if before not in local:
+                self._edges.append(Edge(before, index, EdgeKind.RESOURCE))
         self._loads.append(step.load)
         return index
 
