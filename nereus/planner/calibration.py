@@ -24,7 +24,7 @@ import numpy.typing as npt
 from nereus.cluster import ACCELERATORS, Accelerator, Link, log_distance
 from nereus.planner.operations import COLLECTIVES, COMPUTE, KEYS, MEMORY, Counts, Op, OpKey, key_name, parse_key
 
-FORGETTING = 0.98
+FORGETTING = 0.95
 """Weight that an observation keeps with each later one."""
 
 NOISE = 0.03
@@ -336,11 +336,10 @@ class Calibration:
     def _forget(self, accelerator: str) -> None:
         """Let what is known of an accelerator drift, never beyond the prior's ignorance."""
         factors = list(self._index)
-        moved = np.array([f.accelerator == accelerator for f in factors])
-        prior = self._prior_covariance(factors)
-        drifted = self._covariance + (1 - FORGETTING) * np.where(np.outer(moved, moved), prior, 0.0)
-        shrink = np.sqrt(np.minimum(1.0, np.diag(prior) / np.diag(drifted)))
-        self._covariance = drifted * np.outer(shrink, shrink)
+        aged = np.array([FORGETTING**-0.5 if f.accelerator == accelerator else 1.0 for f in factors])
+        drifted = self._covariance * np.outer(aged, aged)
+        limit = np.sqrt(np.minimum(1.0, np.diag(self._prior_covariance(factors)) / np.diag(drifted)))
+        self._covariance = drifted * np.outer(limit, limit)
 
 
 def _same(labels: npt.NDArray[np.int_]) -> Counts:
