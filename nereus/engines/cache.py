@@ -1,35 +1,44 @@
 """Keys and values of the sequences that one rank generates, in slots; attention over them.
 
-A slot holds one sequence. Slots in use are always the first ones, so a decode step works on plain slices. Nothing
-here knows sampling or scheduling.
+A slot holds one sequence. Slots in use are always the first ones, and all of them write a step's token to the same
+column, so a decode step works on plain slices. Columns form a ring: a sequence lies in the columns that end at the
+current one, wherever that is. Nothing here knows sampling or scheduling.
+
+    slot 0   . . p p p t t t t        p: prompt, right-aligned at the column before its first decode step
+    slot 1   p p p p p t t t t        t: tokens since
+    slot 2   . . . . . . p p t        admitted later
+                     column ^
 """
 
 import math
 
 import torch
 
+from nereus.engines.state import StateKind
 from nereus.engines.transformer import PackedAttention, Packing, StageModel, repeats_of
 
 
 class KvCache:
     """Keys and values of every layer of one pipeline stage, and which of them each slot's next query may see.
 
-    Rows are (slot, head), heads fastest. keys [rows, D, length] are stored transposed and values [rows, length, D] not,
-    so both products of a decode step run along contiguous memory. `bias` [rows, 1, length] is 0 where visible and
-    -inf elsewhere. Stored heads are the rank's KV heads, or its query heads where those share KV heads unevenly.
+    Rows are (slot, head), heads fastest. keys [rows, D, columns] are stored transposed and values [rows, columns, D]
+    not, so both products of a decode step run along contiguous memory. `bias` [rows, 1, columns] is 0 where visible
+    and -inf elsewhere. Stored heads are the rank's KV heads, or its query heads where those share KV heads unevenly.
     """
 
-    def __init__(self, model: StageModel, *, num_slots: int, length: int, dtype: torch.dtype, device: torch.device):
-        repeats, head_dim = repeats_of(model.kv_of_head), model.spec.head_dim
+    def __init__(self, model: StageModel, *, num_slots: int, num_columns: int):
+        repeats, head_dim, window = repeats_of(model.kv_of_head), model.spec.head_dim, model.spec.sliding_window
+        params = model.state.flats[StateKind.PARAM]
+        dtype, device = params.dtype, params.device
         self._kv_of_head = None if repeats is not None else model.kv_of_head
-        self._window = model.spec.sliding_window
+        self.window = window if window is not None and window < num_columns else None
         self.num_heads = model.num_heads // (repeats or 1)
-        self.num_slots, self.length = num_slots, length
+        self.num_slots, self.num_columns = num_slots, num_columns
         rows = num_slots * self.num_heads
-        self._keys = torch.zeros(len(model.layers), rows, head_dim, length, dtype=dtype, device=device)
-        self._values = torch.zeros(len(model.layers), rows, length, head_dim, dtype=dtype, device=device)
+        self._keys = torch.zeros(len(model.layers), rows, head_dim, num_columns, dtype=dtype, device=device)
+        self._values = torch.zeros(len(model.layers), rows, num_columns, head_dim, dtype=dtype, device=device)
         self.keys, self.values = self._keys.unbind(), self._values.unbind()
-        self.bias = torch.full((rows, 1, length), -torch.inf, dtype=dtype, device=device)
+        self.bias = torch.full((rows, 1, num_columns), -torch.inf, dtype=dtype, device=device)
         self._heads = torch.arange(self.num_heads, device=device)
 
     @property
@@ -37,43 +46,51 @@ class KvCache:
         """Bytes of keys and values."""
         return sum(t.numel() * t.element_size() for t in (self._keys, self._values))
 
-    def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Rows [T, heads] of slots [T]."""
-        return slots.unsqueeze(1) * self.num_heads + self._heads
+    def spans(self, column: int, length: int) -> list[slice]:
+        """The last `length` columns up to `column`, oldest first: one slice, or two where the ring wraps."""
+        first = column + 1 - min(length, self.window or length)
+        if first >= 0:
+            return [slice(first, column + 1)]
+        return [slice(first + self.num_columns, self.num_columns), slice(0, column + 1)]
 
-    def write(self, layer: int, rows: torch.Tensor, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store keys and values [T, kv, D] of tokens at rows [T, heads] and positions [T, 1]."""
-        if self._kv_of_head is not None:
-            k, v = k[:, self._kv_of_head], v[:, self._kv_of_head]
-        self.keys[layer][rows, :, positions] = k
-        self.values[layer][rows, positions] = v
+    def stored(self, heads: torch.Tensor) -> torch.Tensor:
+        """Keys or values [T, kv, D] with the heads that are stored."""
+        return heads if self._kv_of_head is None else heads[:, self._kv_of_head]
 
-    def show(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
-        """Make tokens visible to the next query of their rows [T, heads], and hide what leaves the window."""
-        self.bias[rows, 0, positions] = 0
-        if self._window is not None:
-            gone = (positions - self._window).squeeze(1)
-            inside = gone >= 0
-            self.bias[rows[inside], 0, gone[inside].unsqueeze(1)] = -torch.inf
+    def open_column(self, column: int, num_slots: int) -> None:
+        """Make the column that a decode step writes visible, and hide the one that leaves the window."""
+        rows = num_slots * self.num_heads
+        self.bias[:rows, :, column] = 0
+        if self.window is not None:
+            self.bias[:rows, :, (column - self.window) % self.num_columns] = -torch.inf
 
-    def clear(self, first: int, stop: int) -> None:
-        """Hide everything in a range of slots."""
-        self.bias[first * self.num_heads : stop * self.num_heads] = -torch.inf
+    def place(self, slots: torch.Tensor, prompts: Packing, column: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [P, heads] and columns [P, 1] of prompts that end at `column`, now visible to the next queries."""
+        lengths = torch.tensor(prompts.lengths, device=slots.device)
+        self.bias.view(self.num_slots, -1)[slots] = -torch.inf
+        rows = slots.unsqueeze(1) * self.num_heads + self._heads
+        back = lengths.repeat_interleave(lengths) - 1 - prompts.positions  # [P]: tokens behind the prompt's last
+        rows, columns = rows.repeat_interleave(lengths, 0), (column - back).remainder(self.num_columns).unsqueeze(1)
+        inside = back < (self.window or self.num_columns)
+        self.bias[rows[inside], 0, columns[inside]] = 0
+        return rows, columns
 
-    def move(self, sources: list[int], targets: list[int], *, longest: int) -> None:
-        """Copy whole slots, of at most `longest` tokens each."""
-        device = self.bias.device
-        source = self.rows_of(torch.tensor(sources, device=device)).flatten()
-        target = self.rows_of(torch.tensor(targets, device=device)).flatten()
-        self._keys[:, target, :, :longest] = self._keys[:, source, :, :longest]
-        self._values[:, target, :longest] = self._values[:, source, :longest]
-        self.bias[target] = self.bias[source]
+    def move(self, sources: list[int], targets: list[int], spans: list[slice]) -> None:
+        """Copy what slots hold in the given columns."""
+        bias = self.bias.view(self.num_slots, -1)
+        bias[targets] = bias[sources]
+        by_slot = (-1, self.num_slots, self.num_heads)
+        keys, values = (t.view(*by_slot, *t.shape[2:]) for t in (self._keys, self._values))
+        for span in spans:
+            keys[:, targets, :, :, span] = keys[:, sources, :, :, span]
+            values[:, targets, :, span] = values[:, sources, :, span]
 
 
 class CachedAttention:
-    """Attention (an `Attend`) of one step: `num_decode` tokens, one for each of the first slots, then whole prompts.
+    """Attention (an `Attend`) of one step: a token for each of the first slots, then whole prompts of new slots.
 
-    rows [T, heads], positions [T, 1]: where each token of the step belongs. Its keys and values are written on the way.
+    num_decode: tokens of slots in use, written at `column`; length: tokens of the longest sequence in use, these
+    included. prompts: packing, rows and columns of the prompts, if any. Keys and values are written on the way.
     """
 
     def __init__(
@@ -82,31 +99,47 @@ class CachedAttention:
         model: StageModel,
         *,
         num_decode: int,
-        longest: int,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        prompts: Packing | None,
+        column: int,
+        length: int,
+        prompts: tuple[Packing, torch.Tensor, torch.Tensor] | None,
     ):
-        self._cache, self._num_decode = cache, num_decode
-        self._rows, self._positions = rows, positions
-        self._prompts = PackedAttention(prompts, model) if prompts is not None else None
+        self._cache, self._num_decode, self._column = cache, num_decode, column
         self._scale = 1 / math.sqrt(model.spec.head_dim)
         num_rows, shared = num_decode * cache.num_heads, model.num_heads // cache.num_heads
-        self._grouped = (num_rows, shared, model.spec.head_dim)
-        self._bias = cache.bias[:num_rows, :, :longest].expand(-1, shared, -1)
-        self._keys = [keys[:num_rows, :, :longest] for keys in cache.keys]
-        self._values = [values[:num_rows, :longest] for values in cache.values]
+        self._num_rows, self._grouped = num_rows, (num_rows, shared, model.spec.head_dim)
+        self._spans = [
+            (
+                cache.bias[:num_rows, :, span].expand(-1, shared, -1),
+                [keys[:num_rows, :, span] for keys in cache.keys],
+                [values[:num_rows, span] for values in cache.values],
+            )
+            for span in (cache.spans(column, length) if num_decode else [])
+        ]
+        self._prompts = prompts
+        self._over_prompts = PackedAttention(prompts[0], model) if prompts is not None else None
 
     def __call__(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self._cache.write(index, self._rows, self._positions, k, v)
         n = self._num_decode
         if self._prompts is None:
-            return self._decode(index, q)
-        prefilled = self._prompts(index, q[n:], k[n:], v[n:])
-        return torch.cat((self._decode(index, q[:n]), prefilled)) if n else prefilled
+            return self._decode(index, q, k, v)
+        assert self._over_prompts is not None
+        prefilled = self._over_prompts(index, q[n:], k[n:], v[n:])
+        _, rows, columns = self._prompts
+        self._cache.keys[index][rows, :, columns] = self._cache.stored(k[n:])
+        self._cache.values[index][rows, columns] = self._cache.stored(v[n:])
+        return torch.cat((self._decode(index, q[:n], k[:n], v[:n]), prefilled)) if n else prefilled
 
-    def _decode(self, index: int, q: torch.Tensor) -> torch.Tensor:
+    def _decode(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of queries [n, heads, D], one a slot; query heads that share a stored head are adjacent."""
+        cache, head_dim = self._cache, q.shape[-1]
+        cache.keys[index][: self._num_rows, :, self._column] = cache.stored(k).reshape(-1, head_dim)
+        cache.values[index][: self._num_rows, self._column] = cache.stored(v).reshape(-1, head_dim)
         grouped = q.reshape(self._grouped)
-        scores = torch.baddbmm(self._bias, grouped, self._keys[index], alpha=self._scale)
-        return torch.bmm(scores.softmax(-1), self._values[index]).view(q.shape)
+        if len(self._spans) == 1:
+            ((bias, keys, values),) = self._spans
+            scores = torch.baddbmm(bias, grouped, keys[index], alpha=self._scale)
+            return torch.bmm(scores.softmax(-1), values[index]).view(q.shape)
+        parts = [torch.baddbmm(bias, grouped, keys[index], alpha=self._scale) for bias, keys, _ in self._spans]
+        weights = torch.split(torch.cat(parts, -1).softmax(-1), [part.shape[-1] for part in parts], -1)
+        older, newer = (torch.bmm(w, values[index]) for w, (_, _, values) in zip(weights, self._spans, strict=True))
+        return (older + newer).view(q.shape)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from nereus.engines.cache import CachedAttention, KvCache
+from nereus.engines.packing import packed_for_decoding
 from nereus.engines.sampling import Sampler, SamplingParams, sequence_key
 from nereus.engines.state import StateKind
 from nereus.engines.transformer import Packing, Rope, StageModel
@@ -47,15 +48,16 @@ class Completion:
 class _Step:
     """What one forward pass of a lane computes: a token for each slot in use, then whole prompts of new slots.
 
-    tokens, positions [T]; rows [T, heads]: cache rows; sampled: which tokens' successors are sampled, None for all.
+    tokens, positions [T]. column, length: where the slots in use write, and how long the longest then is. prompts:
+    their packing, cache rows and columns. sampled: which tokens' successors are sampled, None for all.
     """
 
     tokens: torch.Tensor
-    rows: torch.Tensor
     positions: torch.Tensor
     num_decode: int
-    longest: int
-    prompts: Packing | None
+    column: int
+    length: int
+    prompts: tuple[Packing, torch.Tensor, torch.Tensor] | None
     sampled: torch.Tensor | None
 
 
@@ -69,11 +71,11 @@ class _Lane:
         self.positions = torch.zeros(num_slots, dtype=torch.int64, device=device)  # of the last token
         self.limits = torch.zeros_like(self.positions)  # position at which a sequence is cut
         self.keys = torch.zeros_like(self.positions)
-        self.history = torch.zeros(num_slots, cache.length, dtype=torch.int64, device=device)
+        self.history = torch.zeros(num_slots, cache.num_columns, dtype=torch.int64, device=device)
         self._all_slots = torch.arange(num_slots, device=device)
-        self._all_rows = cache.rows_of(self._all_slots)
         self._stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
-        self._num_slots, self._longest, self._steps_to_limit = num_slots, 0, 0
+        self._num_slots, self._column = num_slots, 0
+        self._longest = self._steps_to_limit = 0
 
     @property
     def num_free(self) -> int:
@@ -81,45 +83,46 @@ class _Lane:
 
     def next_step(self, admitted: Sequence[tuple[int, Request]]) -> _Step:
         """Place new requests behind the slots in use and say what to compute next."""
-        n, longest = len(self.requests), self._longest + 1
-        slots, rows, positions = self._all_slots[:n], self._all_rows[:n], self.positions[:n]
+        n, length = len(self.requests), self._longest + 1
+        slots, positions = self._all_slots[:n], self.positions[:n]
         tokens = self.history[slots, positions]
-        self.cache.show(rows, positions.unsqueeze(1))
+        if n:
+            self._column = (self._column + 1) % self.cache.num_columns
+            self.cache.open_column(self._column, n)
+        else:
+            self._column = max(len(request.tokens) for _, request in admitted) - 1
         if not admitted:
-            return _Step(tokens, rows, positions, n, longest, None, None)
-        new_tokens, new_rows, prompts = self._place(admitted)
-        last = n - 1 + torch.tensor(prompts.lengths, device=tokens.device).cumsum(0)
+            return _Step(tokens, positions, n, self._column, length, None, None)
+        new_tokens, prompts = self._place(admitted)
+        last = n - 1 + torch.tensor(prompts[0].lengths, device=tokens.device).cumsum(0)
         return _Step(
             tokens=torch.cat((tokens, new_tokens)),
-            rows=torch.cat((rows, new_rows)),
-            positions=torch.cat((positions, prompts.positions)),
+            positions=torch.cat((positions, prompts[0].positions)),
             num_decode=n,
-            longest=longest,
+            column=self._column,
+            length=length,
             prompts=prompts,
             sampled=torch.cat((slots, last)),
         )
 
-    def _place(self, admitted: Sequence[tuple[int, Request]]) -> tuple[torch.Tensor, torch.Tensor, Packing]:
-        """Give new requests the next slots; tokens [P], cache rows [P, heads] and packing of all prompt tokens."""
+    def _place(
+        self, admitted: Sequence[tuple[int, Request]]
+    ) -> tuple[torch.Tensor, tuple[Packing, torch.Tensor, torch.Tensor]]:
+        """Give new requests the next slots; their tokens [P] and their packing, cache rows and columns."""
         device, first = self.positions.device, len(self.requests)
-        stop = first + len(admitted)
-        prompts = Packing.of([len(request.tokens) for _, request in admitted], device)
+        packing = Packing.of([len(request.tokens) for _, request in admitted], device)
         tokens = torch.tensor([token for _, request in admitted for token in request.tokens], device=device)
-        lengths = torch.tensor(prompts.lengths, device=device)
-        slots = self._all_slots[first:stop].repeat_interleave(lengths)
-        seed = self._params.seed
-        keys = [sequence_key(seed, request.place, request.index) for _, request in admitted]
-        self.keys[first:stop] = torch.tensor(keys, dtype=torch.int64, device=device)
-        self.positions[first:stop] = lengths - 1
-        self.limits[first:stop] = lengths - 1 + self._params.max_new_tokens
-        self.history[slots, prompts.positions] = tokens
-        self.cache.clear(first, stop)
-        rows = self._all_rows[slots]
-        self.cache.show(rows, prompts.positions.unsqueeze(1))
+        keys = [sequence_key(self._params.seed, request.place, request.index) for _, request in admitted]
+        lengths = torch.tensor(packing.lengths, device=device)
+        slots = self._all_slots[first : first + len(admitted)]
+        self.keys[slots] = torch.tensor(keys, dtype=torch.int64, device=device)
+        self.positions[slots] = lengths - 1
+        self.limits[slots] = lengths - 1 + self._params.max_new_tokens
+        self.history[slots.repeat_interleave(lengths), packing.positions] = tokens
         self.requests += [place for place, _ in admitted]
-        self._longest = max(self._longest, prompts.longest - 1)
+        self._longest = max(self._longest, packing.longest - 1)
         self._steps_to_limit = min(self._steps_to_limit or self._params.max_new_tokens, self._params.max_new_tokens)
-        return tokens, rows, prompts
+        return tokens, (packing, *self.cache.place(slots, packing, self._column))
 
     def take(self, tokens: torch.Tensor) -> list[tuple[int, tuple[int, ...], bool]]:
         """Append tokens, one a slot in use; (request, new tokens, stopped) of every sequence that ended."""
@@ -149,7 +152,7 @@ class _Lane:
         gone = set(ended)
         sources = [slot for slot in range(kept, len(self.requests)) if slot not in gone]
         if targets:
-            self.cache.move(sources, targets, longest=self._longest)
+            self.cache.move(sources, targets, self.cache.spans(self._column, self._longest))
             for row in (self.positions, self.limits, self.keys, self.history):
                 row[targets] = row[sources]
             for source, target in zip(sources, targets, strict=True):
@@ -190,6 +193,7 @@ class Generator:
         self._check(requests, params)
         self._reserve()
         lanes = [_Lane(cache, params) for cache in self._caches]
+        model = packed_for_decoding(self._model)
         sampler = self._sampler(params)
         waiting = collections.deque(enumerate(requests))
         flights: list[_Flight | None] = [None] * len(lanes)
@@ -203,7 +207,7 @@ class Generator:
                         completions[place] = Completion(request.place, request.index, tokens, stopped)
                 admitted = [waiting.popleft() for _ in range(min(lane.num_free, len(waiting)))]
                 busy = bool(admitted or lane.requests)
-                flights[number] = self._launch(lane, lane.next_step(admitted), sampler, number) if busy else None
+                flights[number] = self._launch(model, lane, lane.next_step(admitted), sampler, number) if busy else None
         return [completions[place] for place in range(len(requests))]
 
     def _check(self, requests: Sequence[Request], params: SamplingParams) -> None:
@@ -218,14 +222,10 @@ class Generator:
     def _reserve(self) -> None:
         if self._caches:
             return
-        params = self._model.state.flats[StateKind.PARAM]
         lanes = min(self._pp.size, self._max_slots)
         for number in range(lanes):
             slots = self._max_slots * (number + 1) // lanes - self._max_slots * number // lanes
-            cache = KvCache(
-                self._model, num_slots=slots, length=self._max_length, dtype=params.dtype, device=params.device
-            )
-            self._caches.append(cache)
+            self._caches.append(KvCache(self._model, num_slots=slots, num_columns=self._max_length))
 
     def _sampler(self, params: SamplingParams) -> Sampler | None:
         model = self._model
@@ -240,18 +240,17 @@ class Generator:
             device=model.head.device,
         )
 
-    def _launch(self, lane: _Lane, step: _Step, sampler: Sampler | None, number: int) -> "_Flight":
+    def _launch(self, model: StageModel, lane: _Lane, step: _Step, sampler: Sampler | None, number: int) -> "_Flight":
         """Run this stage's part of a step; its hidden states or tokens are on their way when this returns."""
-        model, pp = self._model, self._pp
+        pp = self._pp
         hidden = self._incoming(step, number)
         rope = Rope.at(model.spec, step.positions, hidden.dtype, longest=self._max_length)
         attend = CachedAttention(
             lane.cache,
             model,
             num_decode=step.num_decode,
-            longest=step.longest,
-            rows=step.rows,
-            positions=step.positions.unsqueeze(1),
+            column=step.column,
+            length=step.length,
             prompts=step.prompts,
         )
         hidden = model.body(hidden, rope, attend)

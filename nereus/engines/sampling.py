@@ -78,10 +78,10 @@ class Sampler:
         """Logical id [R] of the largest score of each row; the lowest id of equal ones."""
         if scores.shape[1] == 0:
             best, ids = scores.new_full(scores.shape[:1], -torch.inf), scores.new_zeros(scores.shape[0]).long()
-        elif self._tp.size == 1:
-            return scores.argmax(-1)
         else:
             best, ids = scores.max(-1)
+        if self._tp.size == 1:
+            return ids
         mine = torch.stack((best.double(), (ids + self._first_row).double()))
         everyone = torch.stack(self._tp.all_gather(mine))  # [tp, 2, R]; ranks are in the order of their ids
         winner = everyone[:, 0].argmax(0, keepdim=True)

@@ -27,15 +27,18 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Weights of one layer as the rank computes with them; fused matrices are stacked on dim 0."""
+    """Weights of one layer as the rank computes with them; fused matrices are stacked on dim 0.
 
-    input_norm: torch.Tensor
+    A norm without weight has it in the matrix that follows (`packing.py`), with the factor sqrt(H).
+    """
+
+    input_norm: torch.Tensor | None
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: torch.Tensor
-    post_norm: torch.Tensor
+    post_norm: torch.Tensor | None
     gate_up: torch.Tensor
     down: torch.Tensor
 
@@ -52,6 +55,7 @@ class StageModel:
         self.num_kv_heads = len(axis_range(spec, Axis.KV_HEADS, layout.tp, self.tp_rank))
         self.kv_of_head = _kv_of_head(spec, layout.tp, self.tp_rank)
         self.first_row = axis_range(spec, Axis.VOCAB, layout.tp, self.tp_rank).start
+        self._eps = state.flats[StateKind.PARAM].new_full((1,), spec.rms_eps)
         self._grads = grads
         self.layers = [self._layer_weights(i) for i in layer_range(spec.num_layers, layout.pp, self.pp_rank)]
         embedding = self._leaf(["model.embed_tokens.weight"]) if self.is_first or (spec.tied and self.is_last) else None
@@ -120,7 +124,9 @@ class StageModel:
         gate, up = functional.linear(normed, weights.gate_up).chunk(2, -1)
         return hidden + sum_over_ranks(functional.linear(functional.silu(gate) * up, weights.down), self.tp)
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        if weight is None:
+            return x * torch.addcmul(self._eps, x, x).sum(-1, keepdim=True).rsqrt_()
         return functional.rms_norm(x, (x.shape[-1],), weight, self.spec.rms_eps)
 
     def _qkv(
@@ -138,7 +144,7 @@ class StageModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's logits [R, V/tp] (fp32 or wider) of last-stage hidden states [R, H]."""
-        assert self.final_norm is not None and self.head is not None
+        assert self.head is not None
         normed = copy_to_ranks(self._norm(hidden, self.final_norm), self.tp)
         logits = functional.linear(normed, self.head)
         return logits.float() if logits.dtype == torch.bfloat16 else logits
