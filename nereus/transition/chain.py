@@ -136,7 +136,7 @@ def _extend(change: Change, table: DeviceTable, rates: Rates) -> Step:
     """New replicas of a layout that lives; as many units send as are built, near ones first."""
     targets, new, source, sources = change.units_to_build, change.new_buffers, change.source, change.source_plan.units
     if len(targets) < len(sources):
-        chosen = _near_units(source, new, len(targets), table)
+        chosen = _sending_units(source, new, len(targets), table)
         size = source.layout.num_ranks
         sources = tuple(sources[i] for i in chosen.tolist())
         places = (chosen[:, None] * size + np.arange(size)).reshape(-1)
@@ -144,12 +144,16 @@ def _extend(change: Change, table: DeviceTable, rates: Rates) -> Step:
     return _step(change, Primitive.EXTEND, source, sources, new, targets, table=table, rates=rates)
 
 
-def _near_units(source: Buffers, receivers: Buffers, count: int, table: DeviceTable) -> IntArray:
-    """[count]: indices of the source units that send, those that start on a node of a receiver first."""
-    far = np.ones(len(table.host_bytes), dtype=np.bool_)
-    far[table.node[receivers.devices]] = False
+def _sending_units(source: Buffers, receivers: Buffers, count: int, table: DeviceTable) -> IntArray:
+    """Indices of the source units that send: those a receiver is part of, and up to `count` on, near ones first."""
+    receives = np.zeros(table.size, dtype=np.bool_)
+    receives[receivers.devices] = True
+    part = receives[source.devices].reshape(-1, source.layout.num_ranks).any(axis=1)
+    near = np.zeros(len(table.host_bytes), dtype=np.bool_)
+    near[table.node[receivers.devices]] = True
     first_devices = source.devices[:: source.layout.num_ranks]
-    return np.sort(np.argsort(far[table.node[first_devices]], kind="stable")[:count])
+    preferred = np.argsort(2 - 2 * part - near[table.node[first_devices]], kind="stable")
+    return np.sort(preferred[: max(count, int(part.sum()))])
 
 
 def _fused_primitive(change: Change, table: DeviceTable) -> Primitive:

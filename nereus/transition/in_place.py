@@ -115,7 +115,7 @@ class _Builder:
             ]
             if any(self._free_surplus(devices) for _, _, devices in blocked):
                 continue
-            if stages_in_host and any(self._stage(devices) for _, _, devices in blocked):
+            if stages_in_host and self._stage(np.concatenate([devices for _, _, devices in blocked])):
                 continue
             return self._refuse(*blocked[0])
         while self._free_surplus(None):
