@@ -25,7 +25,7 @@ from transformers import (
 from nereus.algorithms.base import Objective
 from nereus.algorithms.buffer import RolloutBatch
 from nereus.algorithms.types import OutputKind, Outputs
-from nereus.boxes import Box
+from nereus.boxes import Box, Shard
 from nereus.engines.state import StateKind, UnitState, shard_view, state_dtypes, zeros_on
 from nereus.engines.train import AdamW, RankGroups, Trainer, UpdateResult
 from nereus.model import Head, ModelSpec
@@ -176,9 +176,13 @@ def load_state(
     )
     for kind in {StateKind.PARAM, StateKind.MASTER} & state.flats.keys():
         for shard in state.shards:
-            whole = weights[shard.param.name]
-            state.view(shard.param.name, kind).copy_(whole[shard.box.within(Box.whole(shard.param.shape))])
+            state.view(shard.param.name, kind).copy_(weights[shard.param.name][cut(shard)])
     return state
+
+
+def cut(shard: Shard) -> tuple[slice, ...]:
+    """Slices that select a shard's box from the whole tensor."""
+    return shard.box.within(Box.whole(shard.param.shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,9 +319,9 @@ def errors(units: list[list[RankUpdate]], expected: Update) -> Errors:
         for shard in state.shards:
             if shard.box.numel == 0:
                 continue
-            name, cut = shard.param.name, shard.box.within(Box.whole(shard.param.shape))
-            grads = max(grads, _error(shard_view(place.trainer.grads, shard), expected.grads[name], cut))
-            params = max(params, _error(state.view(name), expected.params[name], cut))
+            name = shard.param.name
+            grads = max(grads, _error(shard_view(place.trainer.grads, shard), expected.grads[name], shard))
+            params = max(params, _error(state.view(name), expected.params[name], shard))
     totals = {
         name: sum(place.result.metrics.get(name, 0.0) for unit in units for place in unit) for name in expected.metrics
     }
@@ -325,5 +329,5 @@ def errors(units: list[list[RankUpdate]], expected: Update) -> Errors:
     return Errors(loss, grads, norm, params)
 
 
-def _error(part: torch.Tensor, whole: torch.Tensor, cut: tuple[slice, ...]) -> float:
-    return float((part - whole[cut]).abs().max() / whole.abs().max())
+def _error(part: torch.Tensor, whole: torch.Tensor, shard: Shard) -> float:
+    return float((part - whole[cut(shard)]).abs().max() / whole.abs().max())

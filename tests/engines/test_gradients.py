@@ -16,7 +16,13 @@ from nereus.plan import Layout
 
 LENGTHS = (9, 21, 1, 14, 0, 30, 5)
 OPTIMIZER = AdamW(learning_rate=lambda updates: 1e-2, weight_decay=0.01, max_norm=0.05)
-HEADS_28 = {"num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 4, "hidden_size": 56}
+HEADS_28 = {
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "hidden_size": 56,
+    "num_hidden_layers": 2,
+}
 TIED = {"tie_word_embeddings": True}
 
 
