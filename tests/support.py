@@ -7,11 +7,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore
+from nereus.runtime.store import KeyValueStore, connect_store, serve_store
 
-from nereus.runtime.groups import connect_store, serve_store
-
-StoreFactory = Callable[[], TCPStore]
+StoreFactory = Callable[[], KeyValueStore]
 
 
 def run_threads(num_ranks: int, fn: Callable[[int, StoreFactory], Any], *, timeout_s: float = 60.0) -> list[Any]:
@@ -23,7 +21,7 @@ def run_threads(num_ranks: int, fn: Callable[[int, StoreFactory], Any], *, timeo
     results: list[Any] = [None] * num_ranks
     errors: list[tuple[int, BaseException]] = []
 
-    def client() -> TCPStore:
+    def client() -> KeyValueStore:
         return connect_store(server.host, server.port, timeout=timedelta(seconds=timeout_s))
 
     def run(rank: int) -> None:

@@ -3,26 +3,33 @@
 A group belongs to one generation of a plan and carries that generation in its name, so groups of two generations
 live side by side. Nothing here knows plans, layouts or state.
 
-The store lives in the driver. A worker opens one client a thread (two threads on one client can deadlock), and every
-call to a store runs under an own deadline, because the client's own time-out does not hold when a link is cut.
+The store that ranks meet at is `store.py`; it lives in the driver, not on a worker.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
-import socket
-import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import ReduceOp
 
 from nereus.errors import GroupError
+from nereus.runtime.store import KeyValueStore, StoreServer, connect_store, serve_store
 
-T = TypeVar("T")
+__all__ = [
+    "BackendName",
+    "Group",
+    "GroupSpec",
+    "StoreServer",
+    "Work",
+    "build_group",
+    "connect_store",
+    "serve_store",
+]
+
 Tensors = list[torch.Tensor]
 BackendName = Literal["gloo", "nccl"]
 Operator = Literal["sum", "max", "min"]
@@ -47,52 +54,6 @@ class ProcessGroup(Protocol):
 
 
 _OPERATORS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
-
-
-class StoreServer(NamedTuple):
-    """A running store. `handle` keeps it alive; drop it to stop the store."""
-
-    host: str
-    port: int
-    handle: TCPStore
-
-
-def serve_store(host: str = "127.0.0.1", *, timeout: timedelta = timedelta(seconds=30)) -> StoreServer:
-    """Start the store that every group of a job meets at. Called by the driver, never on a worker."""
-    handle = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    return StoreServer(host, handle.port, handle)
-
-
-def connect_store(host: str, port: int, *, timeout: timedelta) -> TCPStore:
-    """A client of the store for the calling thread alone; raises GroupError where none answers in time."""
-    return within(
-        timeout,
-        f"store {host}:{port}",
-        lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
-    )
-
-
-def within(timeout: timedelta, what: str, call: Callable[[], T]) -> T:
-    """The result of `call`, or GroupError when it raised a RuntimeError or did not return in time.
-
-    The call runs on a thread of its own. When it is late that thread is left behind and whatever it uses must not
-    be used again.
-    """
-    done: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:  # handed to the caller, which raises it
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=f"deadline: {what}", daemon=True).start()
-    try:
-        return done.result(timeout.total_seconds())
-    except concurrent.futures.TimeoutError:
-        raise GroupError(what, f"no answer within {timeout.total_seconds():g} s") from None
-    except RuntimeError as error:
-        raise GroupError(what, _first_line(error)) from None
 
 
 class Work:
@@ -124,6 +85,7 @@ class Group:
     timeout: timedelta
     backend: BackendName
     process_group: ProcessGroup | None = dataclasses.field(repr=False)
+    store: Store | None = dataclasses.field(default=None, repr=False)
 
     @classmethod
     def single(cls, name: str = "single") -> "Group":
@@ -223,45 +185,38 @@ def build_group(
     """
     if size == 1:
         return dataclasses.replace(Group.single(name), timeout=timeout, backend=backend)
-    prefixed = PrefixStore(name, store)
     build = {"gloo": _build_gloo, "nccl": _build_nccl}[backend]
-    deadline = timeout + timedelta(seconds=5)
-    process_group = within(deadline, f"group {name}", lambda: build(prefixed, rank, size, timeout))
-    return Group(name, rank, size, timeout, backend, process_group)
+    try:
+        process_group = build(store, name, rank, size, timeout)
+    except RuntimeError as error:
+        raise GroupError(f"group {name}", _first_line(error)) from None
+    except GroupError as error:
+        raise GroupError(f"group {name}", str(error)) from None
+    return Group(name, rank, size, timeout, backend, process_group, store)
 
 
-def _build_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+def _build_gloo(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    options._devices = [_gloo_device(_local_address(store))]
-    return cast(ProcessGroup, gloo(store, rank, size, options))
+    options._devices = [_gloo_device(store.local_address if isinstance(store, KeyValueStore) else "127.0.0.1")]
+    options._threads = 2
+    return cast(ProcessGroup, gloo(PrefixStore(name, store), rank, size, options))
 
 
-def _build_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+def _build_nccl(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
     from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds of torch
 
     nccl: Any = ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout
-    return cast(ProcessGroup, nccl(store, rank, size, options))
+    return cast(ProcessGroup, nccl(PrefixStore(name, store), rank, size, options))
 
 
 @functools.lru_cache(maxsize=8)
 def _gloo_device(address: str) -> Any:
     """The event loop of this process on one network address; every group of the process shares it."""
     return ProcessGroupGloo.create_device(hostname=address)
-
-
-def _local_address(store: Store) -> str:
-    """The address of this machine on the network that reaches the store: peers can reach it there as well."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, TCPStore):
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((store.host, store.port))
-        return str(probe.getsockname()[0])
 
 
 def _wait(what: str, work: Waitable) -> None:
