@@ -1,0 +1,213 @@
+"""The state a worker holds, and its part in moving it.
+
+    a generation --names--> buffers (model-stage, layout, rank) --are--> UnitState
+
+A buffer is named by what it holds, so two generations under which a device holds the same rank of the same layout
+share it. Buffers that a move fills belong to no generation until `adopt`; whatever no generation names goes with the
+next `free`. Nothing here decides: the executor orders, compares and commits.
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from nereus.engines.state import Counters, StateKind, UnitState
+from nereus.errors import TransitionAborted
+from nereus.model import ModelSpec
+from nereus.plan import Layout, ModelStage, Plan
+from nereus.runtime.buffers import memory_on
+from nereus.runtime.groups import BackendName, Group
+from nereus.runtime.transport import Exchange, Flats, pull
+from nereus.transition.orders import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt
+from nereus.transition.reshard import Move
+from nereus.transition.verify import Digests, Side, move_digests
+
+
+class Residents:
+    """Every UnitState of one worker.
+
+    Between `prepare` and `adopt` a buffer is staged: it can be moved into and read from, and no generation names it.
+    """
+
+    def __init__(self, device: int, torch_device: torch.device) -> None:
+        self._device = device
+        self.memory = memory_on(torch_device)
+        self._backend: BackendName = "nccl" if torch_device.type == "cuda" else "gloo"
+        self._buffers: dict[BufferKey, UnitState] = {}
+        self._unfilled: set[BufferKey] = set()
+        self._generations: dict[int, dict[ModelStage, BufferKey]] = {}
+        self._groups: dict[str, Group] = {}
+
+    def allocate(
+        self,
+        generation: int,
+        model_stage: ModelStage,
+        spec: ModelSpec,
+        layout: Layout,
+        rank: int,
+        dtypes: dict[StateKind, torch.dtype],
+    ) -> UnitState:
+        """Zeroed state of a model-stage under a generation."""
+        key = BufferKey(model_stage, layout, rank)
+        state = UnitState.allocate(spec, layout, rank, dtypes=dtypes, allocator=self.memory)
+        self._buffers[key] = state
+        self._generations.setdefault(generation, {})[model_stage] = key
+        return state
+
+    def state(self, generation: int, model_stage: ModelStage) -> UnitState:
+        """What a model-stage holds under a generation."""
+        return self._buffers[self._generations[generation][model_stage]]
+
+    def holds(self, generation: int, model_stage: ModelStage) -> bool:
+        return model_stage in self._generations.get(generation, {})
+
+    @property
+    def keys(self) -> tuple[BufferKey, ...]:
+        """Every buffer, staged ones included."""
+        return tuple(self._buffers)
+
+    def buffer(self, key: BufferKey) -> UnitState:
+        """The state in a buffer."""
+        return self._buffers[key]
+
+    def prepare(self, order: DeviceOrder) -> Export | None:
+        """Allocate the target buffer where the order says so; returns how peers reach the source buffer."""
+        if order.target is not None and order.allocates and not order.keeps_buffer:
+            if order.target in self._buffers:
+                raise TransitionAborted(order.key, f"device {self._device} already holds {order.target}")
+            self._buffers[order.target] = UnitState.allocate(
+                order.spec, order.target.layout, order.target.rank, dtypes=dict(order.kinds), allocator=self.memory
+            )
+            self._unfilled.add(order.target)
+        if order.source is None:
+            return None
+        state = self._held(order, order.source)
+        return Export({kind: self.memory.handle(state.flats[kind]) for kind, _ in order.kinds}, state.counters)
+
+    def move(
+        self,
+        order: DeviceOrder,
+        exports: Mapping[int, Export],
+        counters: Counters,
+        *,
+        store: Store | None,
+        timeout: timedelta,
+    ) -> Receipt:
+        """Fill the target buffer and serve the peers of other nodes; returns when this device has done its part.
+
+        exports: of every source device this one reads on its own node. counters: those of the sources.
+        """
+        begun = time.monotonic()
+        source = self._flats(order, order.source)
+        target = self._flats(order, order.target)
+        shared = self._move_within_node(order, exports, source, target)
+        peak, through_group = 0, 0
+        if order.group is not None:
+            peak = self._move_between_nodes(order, source, target, store=store, timeout=timeout)
+            through_group = sum(m.numel for m in order.moves.incoming if not m.same_node)
+        if order.target is not None and not order.keeps_buffer:
+            self._held(order, order.target).counters = counters
+            self._unfilled.discard(order.target)
+        element_bytes = sum(dtype.itemsize for _, dtype in order.kinds)
+        return Receipt(
+            self._device, shared * element_bytes, through_group * element_bytes, time.monotonic() - begun, peak
+        )
+
+    def digests(self, order: DeviceOrder) -> DeviceDigests:
+        """Digests of what this device was to send and of what it was to receive, from memory as it is now."""
+        local = () if order.moves.local is None or order.keeps_buffer else (order.moves.local,)
+        sent = self._digests(order, (*order.moves.outgoing, *local), order.source, "source")
+        return DeviceDigests(sent, self._digests(order, (*order.moves.incoming, *local), order.target, "target"))
+
+    def adopt(self, generation: int, plan: Plan) -> None:
+        """Let a generation name the buffers its plan needs; raises TransitionAborted where one is not whole."""
+        named: dict[ModelStage, BufferKey] = {}
+        for model_stage, stage_plan in plan.stages:
+            position = stage_plan.position(self._device)
+            if position is None or plan.shares_weights(model_stage):
+                continue
+            key = BufferKey(model_stage, stage_plan.layout, position[1])
+            if key not in self._buffers or key in self._unfilled:
+                raise TransitionAborted(f"adopt generation {generation}", f"device {self._device} lacks {key}")
+            named[model_stage] = key
+        self._generations[generation] = named
+
+    def release(self, keys: Iterable[BufferKey]) -> None:
+        """Free buffers; those that are not there are left out. A generation that names one finds it when refilled."""
+        for key in keys:
+            self._drop(key)
+
+    def free(self, generation: int) -> None:
+        """Forget a generation and free every buffer that no other generation names, staged ones included."""
+        self._generations.pop(generation, None)
+        named = {key for stages in self._generations.values() for key in stages.values()}
+        for key in [key for key in self._buffers if key not in named]:
+            self._drop(key)
+        for name in list(self._groups):
+            self._groups.pop(name).close()
+
+    def _drop(self, key: BufferKey) -> None:
+        """Free a buffer. Its tensors go now, even where an engine still holds the UnitState."""
+        state = self._buffers.pop(key, None)
+        self._unfilled.discard(key)
+        if state is not None:
+            state.flats.clear()
+
+    def _held(self, order: DeviceOrder, key: BufferKey) -> UnitState:
+        if key not in self._buffers:
+            raise TransitionAborted(order.key, f"device {self._device} does not hold {key}")
+        return self._buffers[key]
+
+    def _flats(self, order: DeviceOrder, key: BufferKey | None) -> Flats | None:
+        """The flat tensors of a buffer, of the kinds that move."""
+        if key is None:
+            return None
+        state = self._held(order, key)
+        return {kind: state.flats[kind] for kind, _ in order.kinds}
+
+    def _move_within_node(
+        self, order: DeviceOrder, exports: Mapping[int, Export], source: Flats | None, target: Flats | None
+    ) -> int:
+        """Copy what this process reaches; returns the elements taken from peers."""
+        if target is None:
+            return 0
+        if order.moves.local is not None and source is not None and not order.keeps_buffer:
+            pull(order.moves.local, source, target)
+        numel = 0
+        for move in order.moves.incoming:
+            if move.same_node:
+                handles = exports[move.source].handles
+                pull(move, {kind: self.memory.open(handles[kind]) for kind in target}, target)
+                numel += move.numel
+        return numel
+
+    def _move_between_nodes(
+        self, order: DeviceOrder, source: Flats | None, target: Flats | None, *, store: Store | None, timeout: timedelta
+    ) -> int:
+        """Exchange over the order's group; returns the most bytes that were staged at once."""
+        assert order.group is not None and store is not None
+        group = self._groups.pop(order.group.name, None)
+        if group is None:
+            group = order.group.join(store, self._device, timeout=timeout, backend=self._backend)
+        exchange = Exchange(order, group)
+        kept = False
+        try:
+            exchange.run(source, target)
+            kept = order.keeps_group
+        finally:
+            if kept:
+                self._groups[order.group.name] = group
+            else:
+                group.close()
+        return exchange.peak_staged_bytes
+
+    def _digests(self, order: DeviceOrder, moves: Iterable[Move], key: BufferKey | None, side: Side) -> Digests:
+        found: Digests = {}
+        flats = self._flats(order, key)
+        for move in moves:
+            assert flats is not None
+            found |= move_digests(move, flats, side, kinds=flats, bucket_bytes=order.bucket_bytes)
+        return found

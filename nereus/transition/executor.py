@@ -1,0 +1,285 @@
+"""Carries out a transition: stage every operation, verify, vote, commit or abort.
+
+    operations of the DAG --prepare, move, digests--> staged buffers
+                                                         | every digest equal, every rank seated
+                                                         v
+                                                      COMMIT POINT  (one call in the driver)
+                                                         |
+    Destroys <-------------------------------------------+
+
+Before the commit point any error aborts: the old plan is whole (shadow) or refilled (in place), and nothing of the new
+generation is left. After it an error is the loss of a worker under the new plan, never a return to the old one.
+
+Operations that share a device run one after the other in the order of the DAG, others at once. Where the workers live
+is not known here: `Movers` is all there is of them.
+"""
+
+import abc
+import concurrent.futures
+import dataclasses
+import enum
+import time
+from collections.abc import Callable, Mapping
+
+from nereus.engines.state import Counters
+from nereus.errors import NereusError, TransitionAborted
+from nereus.plan import ModelStage, Plan
+from nereus.runtime.base import TransitionReport
+from nereus.transition.ledger import Ledger, Refill
+from nereus.transition.orders import (
+    BUCKET_BYTES,
+    BufferKey,
+    DeviceDigests,
+    DeviceOrder,
+    Export,
+    MoveOrder,
+    Receipt,
+    StageKinds,
+)
+from nereus.transition.primitives import Mode, Operation, TransitionDag
+from nereus.transition.reshard import Holding, lower_bound_numel
+from nereus.transition.verify import Digests, first_difference
+
+__all__ = ["Execution", "MoveReport", "Movers", "Phase", "run_move"]
+
+
+class Movers(abc.ABC):
+    """What a transition asks of the workers.
+
+    Every method calls all named devices at once and returns when all have answered; it raises the first error of a
+    worker (a NereusError) after the others have ended or their time is up. `Residents` has the method behind each.
+    """
+
+    @abc.abstractmethod
+    def prepare(self, orders: Mapping[int, DeviceOrder]) -> Mapping[int, Export | None]:
+        """Allocate targets and export sources, by device."""
+
+    @abc.abstractmethod
+    def move(
+        self, orders: Mapping[int, DeviceOrder], exports: Mapping[int, Export], counters: Counters
+    ) -> Mapping[int, Receipt]:
+        """Fill targets. Each device needs the exports of the sources of its incoming moves."""
+
+    @abc.abstractmethod
+    def digests(self, orders: Mapping[int, DeviceOrder]) -> Mapping[int, DeviceDigests]:
+        """Digests of what each device sent and received."""
+
+    @abc.abstractmethod
+    def release(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
+        """Free buffers by device."""
+
+    @abc.abstractmethod
+    def seat(self, generation: int, plan: Plan) -> None:
+        """On every device of the plan: adopt the buffers, join the groups of the generation. The ranks' vote."""
+
+    @abc.abstractmethod
+    def retire(self, generation: int) -> None:
+        """On every device that lives: leave a generation's groups, free what no other generation names."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MoveReport:
+    """What one move did. seconds: from the first call to the last buffer filled; verify_s: digests, apart."""
+
+    bytes_moved: int
+    bytes_shared: int
+    bytes_group: int
+    seconds: float
+    verify_s: float
+    peak_extra_bytes: int
+
+
+def run_move(movers: Movers, order: MoveOrder, *, verify: bool = True) -> MoveReport:
+    """Carry out one move and check it; raises TransitionAborted where a digest differs or the sources disagree."""
+    parts, begun = order.per_device(), time.monotonic()
+    exports = {device: export for device, export in movers.prepare(parts).items() if export is not None}
+    counters = _agreed_counters(order.key, exports)
+    receipts = movers.move(parts, exports, counters)
+    moved_s = time.monotonic() - begun
+    if missing := sorted(set(parts) - set(receipts)):
+        raise TransitionAborted(order.key, f"devices {missing} did not report what they moved")
+    if verify:
+        _verify(order, movers.digests(parts))
+    return MoveReport(
+        bytes_moved=order.bytes_moved,
+        bytes_shared=sum(receipt.bytes_shared for receipt in receipts.values()),
+        bytes_group=sum(receipt.bytes_group for receipt in receipts.values()),
+        seconds=moved_s,
+        verify_s=time.monotonic() - begun - moved_s,
+        peak_extra_bytes=max((receipt.peak_extra_bytes for receipt in receipts.values()), default=0),
+    )
+
+
+def _agreed_counters(key: str, exports: Mapping[int, Export]) -> Counters:
+    """The counters all sources have; replicas that differ must not be mixed."""
+    found = {export.counters for export in exports.values()}
+    if len(found) != 1:
+        raise TransitionAborted(key, f"the sources disagree on their counters: {sorted(map(str, found))}")
+    return found.pop()
+
+
+def _verify(order: MoveOrder, digests: Mapping[int, DeviceDigests]) -> None:
+    """Every planned piece was hashed on both ends, with equal results."""
+    sent: Digests = {}
+    received: Digests = {}
+    for of_device in digests.values():
+        sent |= of_device.sent
+        received |= of_device.received
+    kept = set() if order.allocates and order.source_stage != order.target_stage else order.moves.kept
+    planned = [*order.moves.remote, *(move for move in order.moves.local if move.target not in kept)]
+    for move in planned:
+        for kind, _ in order.state.kinds:
+            if (move.source, move.target, kind) not in received:
+                raise TransitionAborted(order.key, f"{kind} from {move.source} to {move.target} did not arrive")
+    if problem := first_difference(sent, received):
+        raise TransitionAborted(order.key, problem)
+
+
+class Phase(enum.Enum):
+    """STAGING -> COMMITTED -> DONE, or STAGING -> ABORTED."""
+
+    STAGING = "staging"
+    COMMITTED = "committed"
+    DONE = "done"
+    ABORTED = "aborted"
+
+
+class Execution:
+    """One transition. `run` is called once; afterwards `phase` and `ledger` say what stands."""
+
+    def __init__(
+        self,
+        dag: TransitionDag,
+        movers: Movers,
+        *,
+        states: Mapping[ModelStage, StageKinds],
+        generation: int,
+        node_of: Callable[[int], str] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        verify: bool = True,
+    ) -> None:
+        """generation: of the target plan; the current plan has the one before."""
+        self.dag, self.phase = dag, Phase.STAGING
+        self.ledger = Ledger(dag.current)
+        self._movers, self._states, self._generation = movers, states, generation
+        self._node_of, self._bucket_bytes, self._verify = node_of, bucket_bytes, verify
+        self.problems: list[NereusError] = []
+        self._reports: dict[int, MoveReport] = {}
+
+    def run(self, commit: Callable[[], None]) -> TransitionReport:
+        """Move the job to the target plan. `commit` is the commit point: it makes the target the plan in force.
+
+        Raises TransitionAborted before it, and after it the WorkerError of a worker lost while old buffers went.
+        """
+        begun, operation_name = time.monotonic(), "seat"
+        staged = self.dag.operations[: self.dag.num_staged]
+        try:
+            self._run_all(staged)
+            self._movers.seat(self._generation, self.dag.target)
+        except NereusError as error:
+            if isinstance(error, TransitionAborted):
+                operation_name = error.operation
+            self._abort()
+            raise TransitionAborted(operation_name, str(error)) from error
+        commit()
+        self.phase = Phase.COMMITTED
+        for operation in self.dag.operations[self.dag.num_staged :]:
+            self._release(operation)
+        self._movers.retire(self._generation - 1)
+        self.phase = Phase.DONE
+        return self._report(time.monotonic() - begun)
+
+    def _run_all(self, operations: tuple[Operation, ...]) -> None:
+        """Start each operation when what it waits for has ended; after an error start no more and wait for the rest."""
+        waits = {operation.id: self._predecessors(operation, operations) for operation in operations}
+        ended: set[int] = set()
+        running: dict[concurrent.futures.Future[None], int] = {}
+        with concurrent.futures.ThreadPoolExecutor(max_workers=max(len(operations), 1)) as threads:
+            while len(ended) < len(operations):
+                for operation in operations:
+                    if operation.id not in ended and operation.id not in running.values():
+                        if waits[operation.id] <= ended:
+                            running[threads.submit(self._run_one, operation)] = operation.id
+                done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+                for future in done:
+                    ended.add(running.pop(future))
+                    future.result()
+
+    def _predecessors(self, operation: Operation, operations: tuple[Operation, ...]) -> set[int]:
+        """Operations it waits for by an edge, or because they come first and share a device."""
+        staged = {other.id for other in operations}
+        earlier = operations[: operations.index(operation)]
+        shared = {other.id for other in earlier if not other.devices.isdisjoint(operation.devices)}
+        return shared | (set(self.dag.after(operation.id)) & staged)
+
+    def _run_one(self, operation: Operation) -> None:
+        if operation.acquires:
+            order = self.order_of(operation)
+            self._reports[operation.id] = run_move(self._movers, order, verify=self._verify)
+            self.ledger.acquired(operation)
+        self._release(operation)
+
+    def order_of(self, operation: Operation) -> MoveOrder:
+        """The move that an operation stands for."""
+        source = Holding.by_device(operation.source_layout, operation.source_ranks())
+        target = Holding.by_device(operation.target_layout, operation.target_ranks())
+        return MoveOrder.plan(
+            f"g{self._generation}/{operation.name}", self._states[operation.model_stage], operation.source_stage,
+            source, operation.model_stage, target, node_of=self._node_of, bucket_bytes=self._bucket_bytes,
+        )  # fmt: skip
+
+    def _release(self, operation: Operation) -> None:
+        if not operation.releases:
+            return
+        keys = self.ledger.released(operation)
+        self._movers.release({device: (key,) for device, key in keys.items()})
+
+    def _abort(self) -> None:
+        """Back to the old plan: refill what in-place Destroys took, then drop everything else."""
+        self.phase = Phase.ABORTED
+        if self.dag.mode is Mode.IN_PLACE:
+            for number, refill in enumerate(self.ledger.refills()):
+                self._refill(f"g{self._generation}/refill{number}", refill)
+        self._movers.retire(self._generation)
+
+    def _refill(self, key: str, refill: Refill) -> None:
+        """Build destroyed buffers again. Where a worker is lost the ledger keeps saying which units are not whole."""
+        order = MoveOrder.plan(
+            key, self._states[refill.model_stage], refill.model_stage, refill.source, refill.model_stage,
+            refill.target, node_of=self._node_of, bucket_bytes=self._bucket_bytes,
+        )  # fmt: skip
+        try:
+            self._movers.release(refill.drops)
+            run_move(self._movers, order)
+        except NereusError as error:
+            self.problems.append(error)
+            return
+        self.ledger.refilled(refill)
+
+    def _report(self, seconds: float) -> TransitionReport:
+        reports = self._reports.values()
+        return TransitionReport(
+            operations=tuple(str(operation) for operation in self.dag.operations),
+            mode=self.dag.mode.value,
+            bytes_moved=sum(report.bytes_moved for report in reports),
+            bytes_lower_bound=self.bytes_lower_bound,
+            seconds=seconds,
+            verified=self._verify,
+        )
+
+    @property
+    def bytes_lower_bound(self) -> int:
+        """What any way of moving must send: for each target buffer what its device lacks of the source plan."""
+        builders: dict[ModelStage, Operation] = {}
+        for operation in self.dag.operations:
+            if operation.acquires:
+                builders.setdefault(operation.model_stage, operation)
+        return sum(
+            lower_bound_numel(
+                self._states[stage].spec,
+                Holding.of(self.dag.current[first.source_stage]),
+                Holding.of(self.dag.target[stage]),
+            )
+            * self._states[stage].element_bytes
+            for stage, first in builders.items()
+        )
