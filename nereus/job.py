@@ -84,7 +84,7 @@ def _models(config: RunConfig, data: RunData, progress: Progress, notes: list[st
 
 
 def _roles(config: RunConfig, models: WarmModels) -> dict[Role, RoleSetup]:
-    """Every role of the workflow with its shapes, weights and optimizer; folders are checked without reading weights."""
+    """Every role of the workflow with its shapes, weights and optimizer; folders are checked, not read."""
     used = {model_stage.role for model_stage in config.workflow.model_stages}
     folders = {
         Role.ACTOR: models.actor,

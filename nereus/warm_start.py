@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,10 +19,10 @@ from nereus.algorithms.buffer import RolloutBatch
 from nereus.algorithms.objectives import BernoulliRewardObjective, LikelihoodObjective
 from nereus.algorithms.types import Sample
 from nereus.checkpoint.hf import init_unit, load_unit, save_folder
-from nereus.config import RunConfig, ShapeConfig
-from nereus.data.prompts import Row, tokenize
-from nereus.data.tasks import WarmStart, worked_answer
-from nereus.data.tokenizers import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
+from nereus.config import RunConfig
+from nereus.data.dataset import RunData
+from nereus.data.tasks import WarmStart
+from nereus.data.tokenizers import Tokenizer
 from nereus.engines.state import UnitState, state_dtypes, zeros_on
 from nereus.engines.train import AdamW, RankGroups, Trainer
 from nereus.model import Head, ModelSpec
@@ -36,7 +36,6 @@ FORMAT = 1
 """Changed when the same settings give another result, so that older caches are not used."""
 WARMUP_STEPS = 30
 MICRO_BATCH = 64
-TOKENIZER_TEXTS = 2000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class WarmModels:
     cached: bool
 
 
-def ensure_warm_start(config: RunConfig, rows: Sequence[Row], progress: Progress) -> WarmModels:
+def ensure_warm_start(config: RunConfig, run_data: RunData, progress: Progress) -> WarmModels:
     """The models of the recipe's warm start, made unless the cache has them."""
     folder = config.warm_start.cache / _key(config)
     actor, reward = folder / "actor", folder / "reward" if config.warm_start.reward_steps else None
@@ -56,12 +55,11 @@ def ensure_warm_start(config: RunConfig, rows: Sequence[Row], progress: Progress
         return WarmModels(actor, reward, cached=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    tokenizer = _tokenizer(config, rows)
-    tokenizer.save(folder / "tokenizer")
-    data = _data(config, rows, tokenizer)
+    run_data.tokenizer.save(folder / "tokenizer")
+    data = _batches(config, run_data)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, min(4, threads)))
-    spec = _train_actor(config, tokenizer, data, folder, progress)
+    spec = _train_actor(config, run_data.tokenizer, data, folder, progress)
     if reward is not None:
         _train_reward(config, spec, data, folder, progress)
     torch.set_num_threads(threads)
@@ -80,23 +78,11 @@ def _key(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _tokenizer(config: RunConfig, rows: Sequence[Row]) -> Tokenizer:
-    kind = config.data.tokenizer
-    if kind == "trained":
-        texts = (f"{row.text}{worked_answer(str(row.extra_info['expression']))}" for row in rows[:TOKENIZER_TEXTS])
-        return train_tokenizer(texts, vocab_size=config.data.vocab_size)
-    if kind == "byte":
-        return byte_tokenizer()
-    assert kind is not None or config.model.path is not None
-    return load_tokenizer(kind if kind is not None else str(config.model.path))
-
-
-def _data(config: RunConfig, rows: Sequence[Row], tokenizer: Tokenizer) -> WarmStart:
-    prompts = tokenize(rows, tokenizer, max_prompt_length=config.data.max_prompt_length)
+def _batches(config: RunConfig, run_data: RunData) -> WarmStart:
     warm = config.warm_start
     return WarmStart(
-        prompts,
-        tokenizer,
+        run_data.train,
+        run_data.tokenizer,
         steps=warm.steps,
         batch=warm.batch,
         seed=config.trainer.seed,
@@ -110,7 +96,9 @@ def _train_actor(
     config: RunConfig, tokenizer: Tokenizer, data: WarmStart, folder: Path, progress: Progress
 ) -> ModelSpec:
     warm, shape = config.warm_start, config.model.shape
-    spec = _spec(shape, tokenizer) if shape is not None else ModelSpec.from_folder(str(config.model.path))
+    spec = (
+        shape.spec(vocab=tokenizer.vocab_size) if shape is not None else ModelSpec.from_folder(str(config.model.path))
+    )
     state = _new_state(spec)
     if shape is not None:
         init_unit(spec, state, seed=config.trainer.seed)
@@ -147,21 +135,6 @@ def _train_reward(config: RunConfig, actor: ModelSpec, data: WarmStart, folder: 
         what = f"warm start: teaching the reward model (accuracy {result.metrics['reward/accuracy']:.2f})"
         progress(what, step + 1, warm.reward_steps)
     save_folder(folder / "reward", spec, _tensors(state), tokenizer_folder=folder / "tokenizer")
-
-
-def _spec(shape: ShapeConfig, tokenizer: Tokenizer) -> ModelSpec:
-    return ModelSpec(
-        family="llama",
-        num_layers=shape.num_layers,
-        hidden=shape.hidden,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.hidden // shape.num_heads,
-        ffn=shape.ffn,
-        vocab=tokenizer.vocab_size,
-        rms_eps=1e-5,
-        max_positions=shape.max_positions,
-    )
 
 
 def _new_state(spec: ModelSpec) -> UnitState:

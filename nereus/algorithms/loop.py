@@ -111,7 +111,9 @@ class Loop:
 
     def evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Mean reward and response length over held-out prompts, one response each."""
-        samples = self._stages.generate(prompts, first_place=0, validation=True)
+        samples = sorted(
+            self._stages.generate(prompts, first_place=0, validation=True), key=lambda sample: sample.place
+        )
         scores = self._score(prompts, [sample.response_tokens for sample in samples])
         lengths = [len(sample.response_tokens) for sample in samples]
         return {
@@ -121,12 +123,14 @@ class Loop:
         }
 
     def _generate(self, task: Task, state: _Step, step: int) -> None:
-        samples = self._stages.generate(state.prompts, first_place=state.first_place, validation=False)
+        samples = sorted(
+            self._stages.generate(state.prompts, first_place=state.first_place, validation=False),
+            key=lambda sample: sample.place,
+        )
         state.batch = RolloutBatch.from_samples(samples)
         started = time.perf_counter()
-        state.scores = self._score(
-            [state.prompts[s.prompt_index - state.first_place] for s in samples], [s.response_tokens for s in samples]
-        )
+        prompts = [state.prompts[sample.prompt_index - state.first_place] for sample in samples]
+        state.scores = self._score(prompts, [sample.response_tokens for sample in samples])
         state.driver_s["timing_s/reward"] = time.perf_counter() - started
 
     def _infer(self, task: Task, state: _Step, step: int) -> None:

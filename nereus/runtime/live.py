@@ -8,6 +8,7 @@ instant every call goes to the old generation, which is whole.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,11 +25,20 @@ from nereus.cluster import Cluster
 from nereus.data.prompts import Prompt, PromptOrder
 from nereus.engines.generate import Completion, Request
 from nereus.engines.sampling import SamplingParams
+from nereus.engines.state import state_dtypes
 from nereus.engines.train import UpdateResult
-from nereus.plan import ACTOR_GENERATION, ModelStage, Plan, Role
+from nereus.errors import TransitionAborted
+from nereus.plan import ACTOR_GENERATION, ModelStage, Plan, Role, Stage
 from nereus.runtime.base import Pool, Runtime, StepReport, TransitionReport, gather
+from nereus.runtime.movers import PoolMovers
 from nereus.runtime.schedule import run_tasks
 from nereus.runtime.worker import RoleSetup, Worker
+from nereus.transition.cost import DeviceTable, Rates, StageState
+from nereus.transition.dag import build_dag
+from nereus.transition.executor import Execution, run_move
+from nereus.transition.orders import MoveOrder, StageKinds
+from nereus.transition.primitives import Infeasible, TransitionDag
+from nereus.transition.reshard import Holding
 from nereus.workflow import Task, Workflow
 
 P = ParamSpec("P")
@@ -143,6 +153,7 @@ class LiveRuntime(Runtime):
         self._stages = LiveStages(pool, setup)
         self._loop = Loop(setup.workflow, setup.algorithm, self._stages, setup.score, seed=setup.seed)
         self._initial = plan
+        self._movers = PoolMovers(pool, setup.roles, timeout=setup.timeout)
 
     def start(self) -> None:
         """Start the workers of the initial plan and load every model's weights."""
@@ -184,13 +195,69 @@ class LiveRuntime(Runtime):
         return self._loop.evaluate(self._setup.val_prompts)
 
     def transition(self, target: Plan) -> TransitionReport:
-        raise NotImplementedError
+        self._setup.workflow.check_plan(target)
+        dag = self.transition_dag(target)
+        if isinstance(dag, Infeasible):
+            raise TransitionAborted("plan", dag.reason)
+        current, generation = self.plan, self._stages.generation + 1
+        started = [device for device in target.devices if device not in self._pool.devices]
+        self._pool.start(started)
+        execution = Execution(dag, self._movers, states=self._state_kinds, generation=generation, node_of=self._node_of)
+        try:
+            report = execution.run(lambda: self._commit(target, generation))
+        except TransitionAborted:
+            self._pool.stop(started)
+            raise
+        self._pool.stop([device for device in current.devices if device not in target.devices])
+        return report
+
+    def transition_dag(self, target: Plan) -> TransitionDag | Infeasible:
+        """The operations that would move the job to `target`."""
+        cluster = self.cluster
+        states = {m: StageState(k.spec, k.element_bytes) for m, k in self._state_kinds.items()}
+        return build_dag(self.plan, target, states=states, table=DeviceTable.of(cluster), rates=Rates.of(cluster))
+
+    def _commit(self, target: Plan, generation: int) -> None:
+        """The commit point: calls made from here on go to the new generation."""
+        self._stages.plan, self._stages.generation = target, generation
 
     def close(self) -> None:
         self._pool.close()
 
     def _synchronize(self) -> tuple[float, int]:
-        return 0.0, 0
+        """Bring every copy of trained parameters up to date; (seconds, bytes that crossed between devices)."""
+        seconds, num_bytes = 0.0, 0
+        plan, generation = self.plan, self._stages.generation
+        for source, target in self._setup.workflow.syncs_under(plan):
+            order = MoveOrder.plan(
+                f"g{generation}/sync/{target}",
+                self._state_kinds[target],
+                source,
+                Holding.of(plan[source]),
+                target,
+                Holding.of(plan[target]),
+                node_of=self._node_of,
+                allocates=False,
+                keeps_group=True,
+            )
+            report = run_move(self._movers, order)
+            seconds += report.seconds + report.verify_s
+            num_bytes += report.bytes_moved
+        return seconds, num_bytes
+
+    @functools.cached_property
+    def _state_kinds(self) -> dict[ModelStage, StageKinds]:
+        """What each model-stage holds where it has parameters of its own."""
+        roles = self._setup.roles
+        return {
+            m: StageKinds(
+                roles[m.role].spec, tuple(state_dtypes(roles[m.role].dtype, trains=m.stage is Stage.TRAINING).items())
+            )
+            for m in self._setup.workflow.model_stages
+        }
+
+    def _node_of(self, device: int) -> str:
+        return self._pool.cluster.device(device).node
 
     def _on(
         self, devices: Sequence[int], method: Callable[Concatenate[Worker, P], T], *args: P.args, **kwargs: P.kwargs

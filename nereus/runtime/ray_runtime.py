@@ -86,9 +86,9 @@ class RayPool(Pool):
         """Start or join Ray; raises ClusterError where the cluster has fewer slots than the job wants."""
         if ray.is_initialized():
             return
-        quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         if self._settings.address is None:
-            ray.init(num_cpus=self._settings.num_workers, configure_logging=True, **quiet)
+            ray.init(num_cpus=self._settings.num_workers, include_dashboard=False, **quiet)
             self._started_ray = True
         else:
             package = str(Path(nereus.__file__).parent)
@@ -109,7 +109,31 @@ class RayPool(Pool):
         if sum(available.values()) < self._settings.num_workers:
             per_node = ", ".join(f"{node}: {count}" for node, count in available.items())
             raise ClusterError(
-                f"the plan needs {self._settings.num_workers} devices; Ray has {sum(available.values())} {kind} slots ({per_node})"
+                f"cluster.workers needs {self._settings.num_workers} devices; Ray has {sum(available.values())} {kind} "
+                f"slots ({per_node})"
+            )
+
+    def check_shared(self, folder: Path) -> None:
+        """On a joined cluster, raise ClusterError naming the nodes that do not see `folder`."""
+        if self._settings.address is None:
+            return
+        mark = folder / ".seen-by-every-node"
+        mark.touch()
+        seen = ray.remote(num_cpus=0)(_exists)
+        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        nodes = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}
+        answers = ray.get(
+            [
+                seen.options(scheduling_strategy=strategy(node, soft=False)).remote(str(mark.absolute()))
+                for node in nodes
+            ],
+            timeout=START_TIMEOUT.total_seconds(),
+        )
+        mark.unlink()
+        blind = [address for address, answer in zip(nodes.values(), answers, strict=True) if not answer]
+        if blind:
+            raise ClusterError(
+                f"{folder.absolute()} is not seen by {', '.join(blind)}; name a folder that all nodes share"
             )
 
     def start(self, devices: Iterable[int]) -> None:
@@ -176,6 +200,10 @@ class RayPool(Pool):
         if self._started_ray:
             ray.shutdown()
             self._started_ray = False
+
+
+def _exists(path: str) -> bool:
+    return Path(path).exists()
 
 
 def _own_address(settings: RaySettings) -> str:

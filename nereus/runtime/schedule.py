@@ -14,7 +14,7 @@ from nereus.workflow import Task
 
 
 def run_tasks(tasks: Sequence[Task], plan: Plan, execute: Callable[[Task], None]) -> dict[ModelStage, float]:
-    """Seconds of each model-stage, summed over its tasks. The first error ends the step once running tasks have ended."""
+    """Seconds of each model-stage, summed over its tasks. The first error is raised once running tasks have ended."""
     seconds: dict[ModelStage, float] = {task.model_stage: 0.0 for task in tasks}
     waiting, done = list(tasks), set[str]()
     running: dict[Future[float], Task] = {}

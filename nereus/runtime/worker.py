@@ -22,7 +22,7 @@ from nereus.engines.generate import Completion, Generator, Request
 from nereus.engines.pipeline import Pipeline
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.score import score
-from nereus.engines.state import UnitState, state_dtypes
+from nereus.engines.state import Counters, UnitState, state_dtypes
 from nereus.engines.train import AdamW, RankGroups, Trainer, UpdateResult
 from nereus.engines.transformer import StageModel
 from nereus.model import ModelSpec
@@ -31,6 +31,7 @@ from nereus.runtime.base import WorkerSettings
 from nereus.runtime.groups import connect_store
 from nereus.runtime.ranks import join_groups, rank_group_specs
 from nereus.runtime.resident import Residents
+from nereus.transition.orders import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +56,10 @@ class RoleSetup:
 
 @dataclasses.dataclass(slots=True)
 class Seat:
-    """A device's place in one model-stage under one plan generation. Engines are made when first used."""
+    """A device's place in one model-stage under one plan generation.
+
+    Engines are made when first used, and dropped when the state goes that they were made on.
+    """
 
     state: UnitState
     groups: RankGroups
@@ -63,6 +67,9 @@ class Seat:
     trainer: Trainer | None = None
     model: StageModel | None = None
     generator: Generator | None = None
+
+    def drop_engines(self) -> None:
+        self.trainer = self.model = self.generator = None
 
     @property
     def reports(self) -> bool:
@@ -159,6 +166,30 @@ class Worker:
             assert seat.setup.optimizer is not None, f"{model_stage} has no optimizer"
             seat.trainer = Trainer(seat.state, seat.groups, seat.setup.optimizer, temperature=seat.setup.temperature)
         return seat.trainer.update(batch.to(self._settings.device), objective, micro_batch=seat.setup.micro_batch)
+
+    def prepare(self, order: DeviceOrder) -> Export | None:
+        """First call of a move: allocate the target, export the source."""
+        return self.residents.prepare(order)
+
+    def move(self, order: DeviceOrder, exports: Mapping[int, Export], counters: Counters) -> Receipt:
+        """Second call of a move: fill the target, serve peers of other nodes."""
+        return self.residents.move(order, exports, counters, store=self._store, timeout=self._settings.timeout)
+
+    def digests(self, order: DeviceOrder) -> DeviceDigests:
+        """Third call of a move: what was sent and received, as memory has it now."""
+        return self.residents.digests(order)
+
+    def release(self, keys: tuple[BufferKey, ...]) -> None:
+        """Free buffers and every engine made on them."""
+        going = {id(self.residents.buffer(key)) for key in keys if key in self.residents.keys}
+        for seat in self._seats.values():
+            if id(seat.state) in going:
+                seat.drop_engines()
+        self.residents.release(keys)
+
+    def adopt(self, generation: int, plan: Plan) -> None:
+        """Name the staged buffers of a generation."""
+        self.residents.adopt(generation, plan)
 
     def unseat(self, generation: int) -> None:
         """Give up the groups, engines and state of a generation."""

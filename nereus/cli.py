@@ -1,0 +1,129 @@
+"""Commands: parse, call, print. What they do is the Python interface's; exit codes and streams are decided here.
+
+Exit codes: 0 done; 1 the run failed, or no plan is feasible; 2 bad input, said in one line without a traceback.
+"""
+
+import json
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from nereus.errors import InputError, NereusError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Keeps RL post-training of language models on the best parallel plan while everything drifts.",
+)
+
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout.")]
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML).")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Run the recipe's post-training job."""
+    console = Console(stderr=json_file == "-")
+    console.print("nereus: loading", style="dim")
+    from nereus.config import load_config
+    from nereus.reports.view import Lines, LiveView
+
+    config = load_config(recipe, overrides or [])
+    with LiveView(console) if console.is_terminal else Lines(console) as view:
+        view.phase("loading libraries")
+        from nereus.training import run_training
+
+        try:
+            result = run_training(config, view)
+        except KeyboardInterrupt:
+            raise typer.Exit(_say("interrupted; everything that was started has ended", 130)) from None
+    for note in result.notes:
+        console.print(note, highlight=False)
+    console.print(_summary(result.evaluations))
+    console.print(f"run folder: {result.run_dir}", highlight=False)
+    write_json(result.to_json(), json_file)
+
+
+def _summary(evaluations: Any) -> Table:
+    """Held-out reward and length, from what to what."""
+    table = Table(title="held-out prompts", title_justify="left")
+    for name in ("step", "reward", "length (tokens)", "prompts"):
+        table.add_column(name, justify="right")
+    for step, metrics in evaluations:
+        table.add_row(
+            str(step),
+            f"{metrics['val/reward/mean']:.3f}",
+            f"{metrics['val/response_length/mean']:.1f}",
+            f"{metrics['val/num_samples']:.0f}",
+        )
+    first, last = evaluations[0][1], evaluations[-1][1]
+    gain = last["val/reward/mean"] - first["val/reward/mean"]
+    factor = last["val/response_length/mean"] / max(first["val/response_length/mean"], 1e-9)
+    table.caption = f"reward {gain:+.3f}, length x{factor:.2f}"
+    return table
+
+
+def write_json(value: Any, destination: str | None) -> None:
+    """Write a result where `--json` asks for it."""
+    if destination == "-":
+        sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    elif destination is not None:
+        path = Path(destination)
+        if not path.parent.is_dir():
+            raise InputError(f"--json {path}: the folder {path.parent} does not exist")
+        path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+BENCHMARKS = ("generate", "reshard", "planner", "costmodel", "dag")
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHMARKS)}.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A form that ends within a minute.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Measure and print one table."""
+    import importlib.util
+
+    if name not in BENCHMARKS:
+        raise InputError(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+    path = Path(__file__).resolve().parent.parent / "benchmarks" / f"{name}.py"
+    if not path.is_file():
+        raise InputError(f"{path} not found: benchmarks run from a checkout of the repository")
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    write_json(module.run(quick=quick), json_file)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Entry point of the `nereus` command."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        app()
+    except InputError as error:
+        sys.exit(_say(f"error: {error}", 2))
+    except NereusError as error:
+        sys.exit(_say(f"failed: {error}", 1))
+
+
+def _say(text: str, code: int) -> int:
+    print(text, file=sys.stderr)
+    return code

@@ -1,0 +1,53 @@
+"""The executor's calls as calls to the workers of a pool."""
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from nereus.engines.state import Counters
+from nereus.plan import Plan, Role
+from nereus.runtime.base import Pool, gather
+from nereus.runtime.worker import RoleSetup, Worker
+from nereus.transition.executor import Movers
+from nereus.transition.orders import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt
+
+
+class PoolMovers(Movers):
+    """Moves state among the workers of a pool. `timeout`: how long any one call may take."""
+
+    def __init__(self, pool: Pool, roles: Mapping[Role, RoleSetup], *, timeout: timedelta) -> None:
+        self._pool, self._roles, self._timeout = pool, roles, timeout
+
+    def prepare(self, orders: Mapping[int, DeviceOrder]) -> Mapping[int, Export | None]:
+        return self._each(orders, lambda device: (Worker.prepare, orders[device]))
+
+    def move(
+        self, orders: Mapping[int, DeviceOrder], exports: Mapping[int, Export], counters: Counters
+    ) -> Mapping[int, Receipt]:
+        def call(device: int) -> tuple[Any, ...]:
+            sources = {move.source for move in orders[device].moves.incoming}
+            return Worker.move, orders[device], {d: e for d, e in exports.items() if d in sources}, counters
+
+        return self._each(orders, call)
+
+    def digests(self, orders: Mapping[int, DeviceOrder]) -> Mapping[int, DeviceDigests]:
+        return self._each(orders, lambda device: (Worker.digests, orders[device]))
+
+    def release(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
+        self._each(keys, lambda device: (Worker.release, keys[device]))
+
+    def seat(self, generation: int, plan: Plan) -> None:
+        devices = dict.fromkeys(plan.devices)
+        self._each(devices, lambda device: (Worker.adopt, generation, plan))
+        self._each(devices, lambda device: (Worker.seat, generation, plan, self._roles))
+
+    def retire(self, generation: int) -> None:
+        self._each(dict.fromkeys(self._pool.devices), lambda device: (Worker.unseat, generation))
+
+    def _each(self, devices: Mapping[int, object], call: Callable[[int], tuple[Any, ...]]) -> dict[int, Any]:
+        """One call a device, all at once."""
+        calls = {}
+        for device in devices:
+            method, *args = call(device)
+            calls[device] = self._pool.call(device, method, *args)
+        return gather(calls, timeout=self._timeout)
