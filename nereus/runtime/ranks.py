@@ -3,7 +3,7 @@
 import dataclasses
 from datetime import timedelta
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from nereus.engines.train import RankGroups, vote_timeout
 from nereus.model import ModelSpec

@@ -28,7 +28,7 @@ from nereus.engines.transformer import StageModel
 from nereus.model import ModelSpec
 from nereus.plan import ModelStage, Plan, Role, Stage
 from nereus.runtime.base import WorkerSettings
-from nereus.runtime.groups import connect_store
+from nereus.runtime.groups import BackendName, connect_store
 from nereus.runtime.ranks import join_groups, rank_group_specs
 from nereus.runtime.resident import Residents
 from nereus.transition.orders import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt
@@ -111,7 +111,7 @@ class Worker:
 
     def seat(self, generation: int, plan: Plan, roles: Mapping[Role, RoleSetup]) -> None:
         """Join the groups of a plan generation; every device of the plan calls it at the same time."""
-        backend = "nccl" if self._settings.device == "cuda" else "gloo"
+        backend: BackendName = "nccl" if self._settings.device == "cuda" else "gloo"
         for model_stage, stage_plan in plan.stages:
             if stage_plan.position(self.device) is None:
                 continue
