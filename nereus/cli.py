@@ -103,6 +103,7 @@ def bench(
         raise InputError(f"{path} not found: benchmarks run from a checkout of the repository")
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", path)
     assert spec is not None and spec.loader is not None
+    sys.path.insert(0, str(path.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
