@@ -14,7 +14,7 @@ import dataclasses
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,11 @@ class SupplyView:
 
     devices: tuple[int, ...]
     announced: tuple[Announcement, ...] = ()
+
+    @classmethod
+    def from_event(cls, line: Mapping[str, Any]) -> "SupplyView":
+        """The view of a `supply` line of `events.jsonl`."""
+        return cls(tuple(line["devices"]), tuple(Announcement.from_json(row) for row in line["announced"]))
 
     @property
     def deadline_s(self) -> float | None:

@@ -114,9 +114,82 @@ class TransitionEnd(Event):
         }
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SupplyChange(Event):
+    """The devices that may be used from `step` on, and what is announced: rows of {devices, deadline_s, leaving}."""
+
+    type: ClassVar[str] = "supply"
+    devices: tuple[int, ...]
+    announced: tuple[Mapping[str, Any], ...] = ()
+    deadline_s: float | None = None
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "devices": list(self.devices),
+            "announced": [dict(row) for row in self.announced],
+            "deadline_s": self.deadline_s,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TriggerFired(Event):
+    """A signal crossed before `step`; a replan follows."""
+
+    type: ClassVar[str] = "trigger"
+    signal: str
+    value: float
+    reference: float
+    threshold: float
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "signal": self.signal,
+            "value": self.value,
+            "reference": self.reference,
+            "threshold": self.threshold,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision(Event):
+    """What was decided before `step`, with its numbers; null where the decision never came to them.
+
+    action: what follows (keep, move, restart, pause). again: a declined target was examined again without a replan.
+    """
+
+    type: ClassVar[str] = "decision"
+    verdict: str
+    action: str
+    reason: str
+    current: Plan | None
+    target: Plan | None
+    again: bool
+    current_s: float | None
+    target_s: float | None
+    saving_s: float | None
+    transition_s: float | None
+    payback_steps: float | None
+    horizon_steps: float | None
+    gamma: float | None
+
+    def fields(self) -> dict[str, Any]:
+        numbers = ("current_s", "target_s", "saving_s", "transition_s", "payback_steps", "horizon_steps", "gamma")
+        return {
+            "verdict": self.verdict,
+            "action": self.action,
+            "reason": self.reason,
+            "current": self.current.to_json() if self.current else None,
+            "target": self.target.to_json() if self.target else None,
+            "again": self.again,
+            **{name: getattr(self, name) for name in numbers},
+        }
+
+
 def _lengths(metrics: Mapping[str, float]) -> dict[str, float]:
-    prefix = "response_length/"
-    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    """Response lengths by statistic, and the mean prompt as `prompt_mean`."""
+    prefix, prompt = "response_length/", "prompt_length/mean"
+    lengths = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    return lengths | ({"prompt_mean": metrics[prompt]} if prompt in metrics else {})
 
 
 class RunFolder:

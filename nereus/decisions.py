@@ -1,0 +1,379 @@
+"""What to do at each boundary, from recorded inputs alone: the pure half of the controller.
+
+    boundary(step, supply view) --> Ruling: triggers, verdict, action        before a step
+    moved(target, seconds)                                                   after a transition or a restart
+    observe(signals)                                                         after a step
+
+The same calls in the same order give the same rulings, bit for bit: `replay` feeds them from `events.jsonl`. What
+plans exist, what they cost and what moving takes is asked of an `Outlook`.
+
+A ruling goes through: what fired? -> is the plan in force still valid? -> offers -> admission. Beyond the paper,
+`mode="nereus"` examines a declined target again at every boundary (with no search and no reset), lets the horizon grow
+with the steps since the last crossing, ends it at an announced loss, and corrects transitions by measured ones.
+"""
+
+import abc
+import collections
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Literal
+
+from nereus.admission import (
+    Assessment,
+    Offer,
+    Terms,
+    TransitionCorrection,
+    Verdict,
+    judge,
+    judge_urgent,
+)
+from nereus.monitor.signals import LengthSummary, Signals
+from nereus.monitor.supply import SupplyView
+from nereus.monitor.triggers import Crossings, Drift, Memory, Signal, Supply, Trigger
+from nereus.plan import Plan, format_devices
+from nereus.reports.events import Decision, Event, SupplyChange, TriggerFired
+
+MEASURED_STEPS = 3
+"""Steps after which a run's first plan is examined for the first time."""
+
+RECENT_STEPS = 3
+"""Steps over which lengths are averaged for predictions."""
+
+EFFICIENCY_WINDOW = 5
+"""Steps over which measured against predicted seconds are smoothed."""
+
+LEAD_FACTOR = 1.5
+"""Announced devices are left before a step that, so much longer than the last, would run past their deadline."""
+
+MAX_PENDING = 3
+"""Declined offers that are examined again."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policy:
+    """The dials of adaptation. gamma: share of the horizon within which a move must pay itself back."""
+
+    mode: Literal["nereus", "paper"] = "nereus"
+    gamma: float = 0.5
+    length_threshold: float = 0.30
+    efficiency_threshold: float = 0.15
+
+    @property
+    def paper(self) -> bool:
+        return self.mode == "paper"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prediction:
+    """A plan's predicted step. memory_share: peak of the fullest device over what a plan may use of it."""
+
+    step_s: float
+    memory_share: float
+
+
+class Outlook(abc.ABC):
+    """What a decision asks of planning. Answers depend on what was learned and asked before, and on nothing else."""
+
+    @abc.abstractmethod
+    def predict(self, plan: Plan, lengths: LengthSummary, *, frozen: bool = False) -> Prediction:
+        """Seconds and memory of a plan; frozen: with what was known at the last `freeze`."""
+
+    @abc.abstractmethod
+    def plans(self, current: Plan | None, lengths: LengthSummary, devices: Sequence[int]) -> list[Plan]:
+        """The fastest plan on these devices, then slightly slower ones that are nearer to `current`; empty: none fits.
+
+        Called at replans only.
+        """
+
+    @abc.abstractmethod
+    def assess(self, current: Plan, target: Plan) -> Assessment:
+        """What moving takes, uncorrected."""
+
+    @abc.abstractmethod
+    def learn(self, plan: Plan, signals: Signals, lengths: LengthSummary) -> None:
+        """A step of `plan` was measured."""
+
+    @abc.abstractmethod
+    def freeze(self) -> None:
+        """Keep what is known now as the reference of `predict(frozen=True)`."""
+
+
+class Action(enum.StrEnum):
+    """What the controller does with a ruling.
+
+    KEEP: go on. MOVE: a live transition to the target. RESTART: save the state, start on the target from it.
+    PAUSE: save the state and wait for a supply view with which `boundary` rules otherwise.
+    """
+
+    KEEP = "keep"
+    MOVE = "move"
+    RESTART = "restart"
+    PAUSE = "pause"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ruling:
+    """What was found and decided before a step. again: a declined target was examined again, without a replan."""
+
+    step: int
+    current: Plan | None
+    triggers: tuple[Trigger, ...] = ()
+    verdict: Verdict | None = None
+    action: Action = Action.KEEP
+    again: bool = False
+    predicted_step_s: float | None = None
+
+    @property
+    def target(self) -> Plan | None:
+        """The plan to be on after the action; None where it stays."""
+        return self.verdict.target if self.verdict and self.action in (Action.MOVE, Action.RESTART) else None
+
+    @property
+    def events(self) -> list[Event]:
+        """What of it belongs in `events.jsonl`."""
+        events: list[Event] = [
+            TriggerFired(self.step, t.signal.value, value=t.value, reference=t.reference, threshold=t.threshold)
+            for t in self.triggers
+        ]
+        if self.verdict is not None:
+            events.append(self._decision(self.verdict))
+        return events
+
+    def _decision(self, verdict: Verdict) -> Decision:
+        numbers = verdict.numbers
+        return Decision(
+            self.step,
+            verdict=verdict.name,
+            action=self.action.value,
+            reason=verdict.reason,
+            current=self.current,
+            target=verdict.target,
+            again=self.again,
+            current_s=numbers.current_s if numbers else None,
+            target_s=numbers.target_s if numbers else None,
+            transition_s=numbers.transition_s if numbers else None,
+            saving_s=numbers.saving_s if numbers else None,
+            payback_steps=numbers.payback_steps if numbers else None,
+            horizon_steps=numbers.horizon_steps if numbers else None,
+            gamma=numbers.gamma if numbers else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pending:
+    """Offers judged before `step`: declined ones may pay later, and a move that was aborted is tried again."""
+
+    plans: tuple[Plan, ...]
+    step: int
+    horizon_steps: float
+
+
+class Decider:
+    """Rules at every boundary of one run. devices: what the supply gave when `plan` was started."""
+
+    def __init__(
+        self, policy: Policy, outlook: Outlook, plan: Plan, *, devices: Sequence[int], lengths: LengthSummary
+    ) -> None:
+        """lengths: what is assumed of responses before the first step."""
+        self.policy = policy
+        self.plan: Plan | None = plan
+        self._outlook = outlook
+        self._lengths = lengths
+        self._recent: collections.deque[Signals] = collections.deque(maxlen=EFFICIENCY_WINDOW)
+        self._recent_on_plan = 0
+        self._num_steps = 0
+        self._supply = Supply(frozenset(devices))
+        self._memory = Memory()
+        self._length = Drift(Signal.LENGTH, policy.length_threshold)
+        self._efficiency = Drift(Signal.EFFICIENCY, policy.efficiency_threshold, size=EFFICIENCY_WINDOW)
+        self._fired: list[Trigger] = []
+        self._crossings = Crossings()
+        self._pending: _Pending | None = None
+        self._correction = TransitionCorrection()
+        self._leaving: frozenset[int] = frozenset()
+        self._longest_move_s = 0.0
+        self._outlook.freeze()
+
+    def boundary(self, step: int, view: SupplyView) -> Ruling:
+        """The ruling before `step`. Called once for every step, and while paused once for every new view."""
+        devices = self._usable(view)
+        prediction = self._outlook.predict(self.plan, self._lengths) if self.plan else None
+        triggers, self._fired = [*self._fired], []
+        self._supply, fired = self._supply.seen(devices)
+        triggers += [fired] if fired else []
+        if prediction:
+            self._memory, fired = self._memory.seen(prediction.memory_share)
+            triggers += [fired] if fired else []
+        if triggers or self._gone(devices):
+            ruling = self._replan(step, view, devices, triggers, prediction)
+        elif self._pending:
+            ruling = self._again(step, view, self._pending, prediction)
+        else:
+            ruling = Ruling(step, self.plan)
+        if ruling.action is Action.PAUSE:
+            self.plan = None
+        staying = prediction.step_s if prediction and ruling.target is None else None
+        target_s = self._outlook.predict(ruling.target, self._lengths).step_s if ruling.target else staying
+        return dataclasses.replace(ruling, predicted_step_s=target_s)
+
+    def moved(self, target: Plan, *, seconds: float | None = None) -> None:
+        """The job is on `target` now. seconds: of the live transition, None where it was started from saved state."""
+        if self.plan is not None and seconds is not None and self.plan != target:
+            predicted_s = self._outlook.assess(self.plan, target).transition_s
+            self._correction = self._correction.observed(predicted_s=predicted_s, measured_s=seconds)
+            self._longest_move_s = max(self._longest_move_s, seconds)
+        self.plan = target
+        self._pending = None
+        self._recent_on_plan = 0
+        self._efficiency = self._efficiency.expecting(self._efficiency.reference)
+
+    def observe(self, signals: Signals) -> None:
+        """A step of the plan in force has ended."""
+        assert self.plan is not None, "a step ran while the job was paused"
+        frozen = self._outlook.predict(self.plan, signals.lengths, frozen=True)
+        self._outlook.learn(self.plan, signals, signals.lengths)
+        self._recent.append(signals)
+        self._recent_on_plan += 1
+        self._num_steps += 1
+        self._lengths = _average([s.lengths for s in list(self._recent)[-RECENT_STEPS:]])
+        self._length, length = self._length.seen(signals.lengths.mean)
+        self._efficiency, efficiency = self._efficiency.seen(signals.step_s / frozen.step_s)
+        self._fired = [trigger for trigger in (length, efficiency) if trigger]
+        if self._num_steps == MEASURED_STEPS and not self.policy.paper:
+            self._fired.append(Trigger(Signal.START, float(MEASURED_STEPS), 0.0, 0.0))
+
+    def _usable(self, view: SupplyView) -> tuple[int, ...]:
+        """The view's devices without those that must be left at this boundary; once left, a device stays so."""
+        last_s = self._recent[-1].step_s if self._recent else 0.0
+        due = view.leaving_within(LEAD_FACTOR * last_s + 2 * self._longest_move_s)
+        announced = frozenset(device for a in view.announced if a.leaving for device in a.devices)
+        self._leaving = due | (self._leaving & announced)
+        return tuple(device for device in view.devices if device not in self._leaving)
+
+    def _replan(
+        self,
+        step: int,
+        view: SupplyView,
+        devices: tuple[int, ...],
+        triggers: list[Trigger],
+        prediction: Prediction | None,
+    ) -> Ruling:
+        """Search, judge, and reset every reference, whatever the verdict."""
+        signals = [trigger.signal for trigger in triggers]
+        self._crossings = self._crossings.crossed(signals, step)
+        self._pending = None
+        self._reset()
+        cause = self._invalid(devices, prediction)
+        plans = [plan for plan in self._outlook.plans(self.plan, self._lengths, devices) if plan != self.plan]
+        if cause is None:
+            kept = [d for d in devices if d not in _announced(view)]
+            if not self.policy.paper and 0 < len(kept) < len(devices):
+                plans += [plan for plan in self._outlook.plans(self.plan, self._lengths, kept) if plan not in plans]
+            horizon = self._crossings.horizon_steps(signals)
+            return self._ruled(step, view, tuple(plans), horizon, prediction, triggers)
+        offers = self._offers(plans, view)
+        current_s = prediction.step_s if prediction else 0.0
+        verdict = judge_urgent(offers, current_s=current_s, cause=cause, assess=self._assess)
+        action = self._urgent_action(verdict, devices)
+        return Ruling(step, self.plan, tuple(triggers), verdict, action)
+
+    def _urgent_action(self, verdict: Verdict, devices: tuple[int, ...]) -> Action:
+        """Live where that is possible; from saved state where it is not; wait where nothing fits."""
+        if verdict.target is not None:
+            return Action.MOVE if verdict.moves and self.plan is not None else Action.RESTART
+        return Action.PAUSE if self.plan is None or self._gone(devices) else Action.KEEP
+
+    def _again(self, step: int, view: SupplyView, pending: _Pending, prediction: Prediction | None) -> Ruling:
+        """Judge what was declined with the horizon that has passed without a crossing since."""
+        horizon = max(pending.horizon_steps, float(step - pending.step))
+        ruling = self._ruled(step, view, pending.plans, horizon, prediction, [])
+        self._pending = pending
+        return dataclasses.replace(ruling, again=True)
+
+    def _ruled(
+        self,
+        step: int,
+        view: SupplyView,
+        plans: tuple[Plan, ...],
+        horizon: float,
+        prediction: Prediction | None,
+        triggers: list[Trigger],
+    ) -> Ruling:
+        """The ruling where the plan in force is valid."""
+        assert self.plan is not None and prediction is not None
+        terms = Terms(self.plan, prediction.step_s, horizon, self.policy.gamma, best_margin=not self.policy.paper)
+        offers = self._offers(plans, view)
+        verdict = judge(offers, terms, self._assess)
+        if verdict.numbers and not self.policy.paper:
+            self._pending = _Pending(tuple(offer.plan for offer in offers[:MAX_PENDING]), step, horizon)
+        action = Action.MOVE if verdict.moves else Action.KEEP
+        return Ruling(step, self.plan, tuple(triggers), verdict, action)
+
+    def _offers(self, plans: Sequence[Plan], view: SupplyView) -> list[Offer]:
+        """Fastest first. An announced loss of a device ends a plan that uses it."""
+        offers = []
+        for plan in plans:
+            step_s = self._outlook.predict(plan, self._lengths).step_s
+            ends = [a for a in view.announced if a.leaving and not set(a.devices).isdisjoint(plan.devices)]
+            if ends and not self.policy.paper:
+                first = min(ends, key=lambda a: a.deadline_s)
+                bound = f"device {format_devices(first.devices)} leaves"
+                offers.append(Offer(plan, step_s, float(int(first.deadline_s / step_s)), bound))
+            else:
+                offers.append(Offer(plan, step_s))
+        return sorted(offers, key=lambda offer: offer.step_s)
+
+    def _assess(self, target: Plan) -> Assessment:
+        if self.plan is None:
+            return Assessment(0.0, feasible=True)
+        found = self._outlook.assess(self.plan, target)
+        if self.policy.paper:
+            return found
+        return dataclasses.replace(found, transition_s=self._correction.corrected(found.transition_s))
+
+    def _gone(self, devices: tuple[int, ...]) -> list[int]:
+        """Devices of the plan in force that must not be used any more."""
+        return [device for device in self.plan.devices if device not in devices] if self.plan else []
+
+    def _invalid(self, devices: tuple[int, ...], prediction: Prediction | None) -> str | None:
+        """Why the plan in force cannot stay, as half a sentence; None where it can."""
+        if self.plan is None or prediction is None:
+            return "the job is paused"
+        gone = self._gone(devices)
+        if gone:
+            return f"it uses device {format_devices(gone)}, which must be given back"
+        if prediction.memory_share > 1:
+            return f"its fullest device would need {prediction.memory_share:.0%} of the memory it may use"
+        return None
+
+    def _reset(self) -> None:
+        """Every drifting signal takes what is seen now as its reference; predictions are frozen anew."""
+        self._outlook.freeze()
+        self._length = self._length.reset()
+        efficiency = self._efficiency.expecting(None)
+        if self.plan is not None:
+            for signals in list(self._recent)[-self._recent_on_plan :] if self._recent_on_plan else []:
+                frozen = self._outlook.predict(self.plan, signals.lengths, frozen=True)
+                efficiency, _ = efficiency.seen(signals.step_s / frozen.step_s)
+        self._efficiency = efficiency.reset()
+
+
+def supply_event(step: int, view: SupplyView) -> SupplyChange:
+    """The event to write before `boundary` wherever the view differs from the last one."""
+    return SupplyChange(step, view.devices, tuple(a.to_json() for a in view.announced), view.deadline_s)
+
+
+def _announced(view: SupplyView) -> frozenset[int]:
+    return frozenset(device for a in view.announced if a.leaving for device in a.devices)
+
+
+def _average(recent: Sequence[LengthSummary]) -> LengthSummary:
+    """Means of the steps, and the longest of them."""
+    count = len(recent)
+    return LengthSummary(
+        mean=sum(x.mean for x in recent) / count,
+        p95=sum(x.p95 for x in recent) / count,
+        longest=max(x.longest for x in recent),
+        prompt_mean=sum(x.prompt_mean for x in recent) / count,
+    )

@@ -1,0 +1,84 @@
+"""Decides a recorded run again: `events.jsonl` in, the rulings it must have come to out.
+
+    start --> Decider --supply--> boundary --> Ruling
+                  ^---- transition, step ----'
+
+A ruling depends on recorded inputs alone, so the rulings of a replay equal those of the run bit for bit. A boundary is
+ruled once for each `supply` event, and once for each step that none came before.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nereus.decisions import Decider, Ruling
+from nereus.errors import DataError
+from nereus.monitor.signals import Signals
+from nereus.monitor.supply import SupplyView
+from nereus.plan import Plan
+
+Line = Mapping[str, Any]
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run's `events.jsonl`; a last line cut short by a crash is left out."""
+    if not path.is_file():
+        raise DataError(f"{path}: not found; name a run folder's events.jsonl")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    events: list[dict[str, Any]] = []
+    for number, text in enumerate(lines, start=1):
+        try:
+            events.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise DataError(f"{path}, line {number}: not JSON ({error.msg})") from None
+    return events
+
+
+def replay(events: Iterable[Line], decider: Callable[[Line], Decider]) -> Iterator[Ruling]:
+    """The ruling at every boundary of a recorded run; `decider` makes the one of its `start` line."""
+    source = iter(events)
+    start = next(source, None)
+    if start is None or start.get("type") != "start":
+        raise DataError("the first event is not of type start; nothing can be replayed without it")
+    deciding, view = decider(start), None
+    ruled = False
+    for line in source:
+        match line["type"]:
+            case "supply":
+                view, ruled = SupplyView.from_event(line), True
+                yield deciding.boundary(line["step"], view)
+            case "transition":
+                if not ruled:
+                    yield deciding.boundary(line["step"], _known(view))
+                    ruled = True
+                deciding.moved(Plan.from_json(line["to"]), seconds=line["seconds"])
+            case "step":
+                if not ruled:
+                    yield deciding.boundary(line["step"], _known(view))
+                plan = Plan.from_json(line["plan"])
+                if plan != deciding.plan:
+                    deciding.moved(plan)
+                deciding.observe(Signals.from_event(line))
+                ruled = False
+
+
+def _known(view: SupplyView | None) -> SupplyView:
+    if view is None:
+        raise DataError("no supply event before the first step; this run did not adapt and has nothing to replay")
+    return view
+
+
+def recorded_decisions(events: Iterable[Line]) -> list[Line]:
+    """The `trigger` and `decision` lines of a run without their times: what a replay's rulings must come to."""
+    return [
+        {key: value for key, value in line.items() if key != "time_s"}
+        for line in events
+        if line["type"] in ("trigger", "decision")
+    ]
+
+
+def ruled_decisions(rulings: Iterable[Ruling]) -> list[Line]:
+    """The same of a replay."""
+    return [{"type": event.type, "step": event.step, **event.fields()} for ruling in rulings for event in ruling.events]
