@@ -47,7 +47,6 @@ class Copies:
             buffers = Buffers.of(stage_plan)
             self._add(model_stage, buffers.where(~np.isin(buffers.devices, list(lost))), None)
             self._units[model_stage] = [(stage_plan.layout, unit) for unit in stage_plan.units]
-        self.unreleased = self.used.copy()
 
     def sizes(self, model_stage: ModelStage, buffers: Buffers) -> IntArray:
         """[n]: bytes of each buffer."""
@@ -67,7 +66,6 @@ class Copies:
         if len(acquires.devices):
             self._add(stage, acquires, operation_id)
             self._units.setdefault(stage, []).extend((acquires.layout, unit) for unit in step.targets)
-            self.unreleased[acquires.devices] += self.sizes(stage, acquires)
         if len(releases.devices):
             pool = self._pools[stage][releases.layout]
             for device, rank in zip(releases.devices.tolist(), releases.ranks.tolist(), strict=True):

@@ -7,7 +7,8 @@ Operations are per unit here, and placed by playing the transition:
         none can be freed: stage the smallest blocking unit in host memory    (that copy lives)
           does not fit there: Infeasible
 
-What is placed runs; so edges point backwards only and nobody waits in a circle. A resource edge joins a Destroy to the
+What is collected could run in that order; `reorder` looks for a shorter one. Edges point backwards only, so nobody
+waits in a circle. A resource edge joins a Destroy to the
 acquisition that would not fit without it; every other edge says which operation made the state that another reads or
 relies on.
 """
@@ -18,13 +19,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from nereus.plan import ModelStage, Plan, Stage
-from nereus.transition.chain import destroy_step, offload_step, unit_step
+from nereus.transition.chain import Step, destroy_step, offload_step, unit_step
 from nereus.transition.copies import Copies, Source
 from nereus.transition.cost import Buffers, DeviceTable, Rates, StageState, readable_bytes
 from nereus.transition.diff import Change
 from nereus.transition.overlap import IntArray
 from nereus.transition.place import Placer
-from nereus.transition.primitives import Infeasible, Mode, TransitionDag, Unit
+from nereus.transition.primitives import Infeasible, Mode, Primitive, TransitionDag, Unit
+from nereus.transition.reorder import Piece, shortest_order
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -76,27 +78,65 @@ def in_place_dag(
     refusal = Infeasible("nothing to do")
     for stages_in_host in (False, True):
         for release_early in (False, True):
-            builder = _Builder(
-                Placer(current, target, Mode.IN_PLACE), Copies(current, states=states, table=table, lost=lost),
-                [_Work.of(change) for change in changes], table, rates,
-            )  # fmt: skip
+            copies = Copies(current, states=states, table=table, lost=lost)
+            used = copies.used.copy()
+            builder = _Builder(copies, [_Work.of(change) for change in changes], table, rates)
             outcome = builder.build(release_early=release_early, stages_in_host=stages_in_host)
             if outcome is None:
-                return builder.placer.dag()
+                return _place(Placer(current, target, Mode.IN_PLACE), builder.pieces, used, table)
             refusal = outcome
     return refusal
 
 
+def _place(placer: Placer, pieces: Sequence[Piece], used: IntArray, table: DeviceTable) -> TransitionDag:
+    """Order the pieces and give them their ids and edges. `used`: bytes held before the first."""
+    staged = sum(piece.step.primitive is Primitive.OFFLOAD for piece in pieces)
+    order: Sequence[int] = range(len(pieces))
+    if staged < 2:  # what is in host memory at once was counted for the given order
+        order = shortest_order(pieces, used=used, limit=table.limit_bytes)
+    unreleased, freed_on = used.copy(), _Freed()
+    ids: dict[int, int] = {}
+    for index in order:
+        step, new = pieces[index].step, pieces[index].step.acquires
+        lacking = unreleased[new.devices] + pieces[index].acquired_bytes - table.limit_bytes[new.devices]
+        needed = freed_on.that_free(new.devices, lacking)
+        ids[index] = placer.add(step, local=tuple(ids[i] for i in pieces[index].after), resource=needed)
+        unreleased[new.devices] += pieces[index].acquired_bytes
+        freed_on.add(ids[index], step.releases.devices, pieces[index].freed_bytes)
+    return placer.dag()
+
+
+class _Freed:
+    """What the Destroys placed so far freed on each device, earliest first."""
+
+    def __init__(self) -> None:
+        self._on: dict[int, list[tuple[int, int]]] = {}
+
+    def add(self, destroy: int, devices: IntArray, freed_bytes: IntArray) -> None:
+        for device, freed in zip(devices.tolist(), freed_bytes.tolist(), strict=True):
+            self._on.setdefault(device, []).append((destroy, freed))
+
+    def that_free(self, devices: IntArray, lacking_bytes: IntArray) -> tuple[int, ...]:
+        """The Destroys without which the devices would lack that much, the earliest that suffice on each."""
+        needed: dict[int, None] = {}
+        for device, lacking in zip(devices.tolist(), lacking_bytes.tolist(), strict=True):
+            for destroy, freed in self._on.get(device, ()):
+                if lacking <= 0:
+                    break
+                needed[destroy] = None
+                lacking -= freed
+        return tuple(needed)
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class _Builder:
-    """Plays one in-place transition and places what runs."""
+    """Plays one in-place transition and collects what runs, in a feasible order."""
 
-    placer: Placer
     copies: Copies
     work: list[_Work]
     table: DeviceTable
     rates: Rates
-    freed_on: dict[int, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
     read_by: dict[tuple[ModelStage, int], list[int]] = dataclasses.field(default_factory=dict)
     sent_by: dict[Unit, int] = dataclasses.field(default_factory=dict)
 
@@ -159,24 +199,18 @@ class _Builder:
             change, unit, new, source_stage=source.model_stage, source_layout=source.layout, source=source.unit,
             in_host=source.in_host, table=self.table, rates=self.rates,
         )  # fmt: skip
-        index = self.placer.add(step, local=source.built_by, resource=self._frees_needed(change, new))
-        self.copies.apply(step, index)
+        index = self._add(step, after=source.built_by)
         self.sent_by[source.unit] = self.sent_by.get(source.unit, 0) + 1
         for device in source.unit:
             self.read_by.setdefault((source.model_stage, device), []).append(index)
 
-    def _frees_needed(self, change: Change, new: Buffers) -> tuple[int, ...]:
-        """Destroys without which the new buffers would not fit, the earliest that suffice on each device."""
-        over = self.copies.unreleased[new.devices] + self.copies.sizes(change.model_stage, new)
-        over -= self.table.limit_bytes[new.devices]
-        needed: dict[int, None] = {}
-        for device, lacking in zip(new.devices.tolist(), over.tolist(), strict=True):
-            for destroy, freed in self.freed_on.get(device, ()):
-                if lacking <= 0:
-                    break
-                needed[destroy] = None
-                lacking -= freed
-        return tuple(needed)
+    def _add(self, step: Step, *, after: tuple[int, ...]) -> int:
+        """Collect a step that follows others; returns its index."""
+        index, stage = len(self.pieces), step.model_stage
+        acquired, freed = self.copies.sizes(stage, step.acquires), self.copies.sizes(stage, step.releases)
+        self.pieces.append(Piece(step, tuple(dict.fromkeys(after)), acquired, freed))
+        self.copies.apply(step, index)
+        return index
 
     def _free_surplus(self, devices: IntArray | None) -> bool:
         """Free one old unit, on one of the devices if given, where another copy lives; whether there was one."""
@@ -203,10 +237,7 @@ class _Builder:
         stage, devices = work.change.model_stage, old.devices.tolist()
         step = destroy_step(work.change, old, rates=self.rates)
         readers = [reader for device in devices for reader in self.read_by.get((stage, device), ())]
-        index = self.placer.add(step, local=(*proof, *readers))
-        self.copies.apply(step, index)
-        for device, freed in zip(devices, self.copies.sizes(stage, old).tolist(), strict=True):
-            self.freed_on.setdefault(device, []).append((index, freed))
+        self._add(step, after=(*proof, *readers))
         work.to_free = [other for other in work.to_free if other is not old]
 
     def _stage(self, devices: IntArray) -> bool:
@@ -226,8 +257,7 @@ class _Builder:
             return False
         _, change, source = best
         step = offload_step(change, source.layout, source.unit, rates=self.rates)
-        index = self.placer.add(step, local=source.built_by)
-        self.copies.apply(step, index)
+        index = self._add(step, after=source.built_by)
         for device in source.unit:
             self.read_by.setdefault((change.model_stage, device), []).append(index)
         return True

@@ -41,7 +41,10 @@ def shadow_dag(
     chains = [building_steps(change, table=table, rates=rates, fuse=fuse) for change in changes]
     steps = [step for chain in chains for step in chain]
     owner = [index for index, chain in enumerate(chains) for _ in chain]
-    order = _order(steps, owner, table)
+    freeing = [index for index, change in enumerate(changes) if change.released.any()]
+    destroys = [destroy_step(changes[index], changes[index].old_buffers, rates=rates) for index in freeing]
+    shared = _shared(steps + destroys, table)
+    order = _order(steps, owner, shared)
     problem = _overfull([steps[i] for i in order], bytes_in_use(held, states, table), states, table)
     if problem is not None:
         return problem
@@ -52,11 +55,9 @@ def shadow_dag(
         before = (last[owner[index]],) if owner[index] in last else ()
         last[owner[index]] = placer.add(steps[index], local=before)
         readers.setdefault(steps[index].source_stage, []).append(last[owner[index]])
-    for index, change in enumerate(changes):
-        if change.released.any():
-            built = (last[index],) if index in last else ()
-            read = readers.get(change.model_stage, ())
-            placer.add(destroy_step(change, change.old_buffers, rates=rates), local=(*built, *read))
+    for i in _in_rounds([row[len(steps) :] for row in shared[len(steps) :]]):
+        built = (last[freeing[i]],) if freeing[i] in last else ()
+        placer.add(destroys[i], local=(*built, *readers.get(destroys[i].model_stage, ())))
     return placer.dag()
 
 
@@ -88,20 +89,39 @@ def _sizes(step: Step, buffers: Buffers, states: Mapping[ModelStage, StageState]
     return sizes
 
 
-def _order(steps: Sequence[Step], owner: Sequence[int], table: DeviceTable) -> tuple[int, ...]:
-    """The order in which the steps of all chains run; steps of one chain keep theirs."""
-    if len(steps) < 2:
-        return tuple(range(len(steps)))
+def _shared(steps: Sequence[Step], table: DeviceTable) -> list[list[bool]]:
+    """[n][n]: whether two steps have a device in common."""
     takes_part = np.zeros((len(steps), table.size), dtype=np.float32)
     for row, step in zip(takes_part, steps, strict=True):
         row[step.readers] = row[step.acquires.devices] = row[step.releases.devices] = 1.0
-    shared = (takes_part @ takes_part.T > 0).tolist()
+    shared: list[list[bool]] = (takes_part @ takes_part.T > 0).tolist()
+    return shared
+
+
+def _order(steps: Sequence[Step], owner: Sequence[int], shared: Sequence[Sequence[bool]]) -> tuple[int, ...]:
+    """The order in which the steps of all chains run; steps of one chain keep theirs."""
+    if len(steps) < 2:
+        return tuple(range(len(steps)))
     jobs = [
         Job(
             step.load.seconds,
             after=sum(1 << j for j in range(i) if owner[j] == owner[i]),
-            conflicts=sum(1 << j for j, both in enumerate(shared[i]) if both and j != i),
+            conflicts=sum(1 << j for j in range(len(steps)) if shared[i][j] and j != i),
         )
         for i, step in enumerate(steps)
     ]
     return best_order(jobs)
+
+
+def _in_rounds(shared: Sequence[Sequence[bool]]) -> list[int]:
+    """Destroys, all equally short, in an order that lets as many as possible run at once."""
+    order: list[int] = []
+    left = list(range(len(shared)))
+    while left:
+        now: list[int] = []
+        for i in left:
+            if not any(shared[i][j] for j in now):
+                now.append(i)
+        order += now
+        left = [i for i in left if i not in now]
+    return order

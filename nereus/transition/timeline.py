@@ -5,8 +5,10 @@ from nereus.transition.primitives import TransitionDag
 
 
 def waits(dag: TransitionDag) -> list[set[int]]:
-    """For every operation the earlier ones it waits for: its edges, and the last one before it on each device."""
+    """For every operation the earlier ones it waits for: its edges, the commit, the last one on each of its devices."""
     result: list[set[int]] = [set() for _ in dag.operations]
+    for index in range(dag.num_staged, len(dag.operations)):
+        result[index].update(range(dag.num_staged))
     for edge in dag.edges:
         result[edge.after].add(edge.before)
     last: dict[int, int] = {}
