@@ -33,16 +33,19 @@ class Course:
 
 
 class Controller:
-    """Drives one runtime through one course."""
+    """Drives one runtime through one course. `progress` is told what begins: (what, step, steps)."""
 
-    def __init__(self, runtime: Runtime, course: Course, observer: Observer) -> None:
-        self._runtime, self._course, self._observe = runtime, course, observer
+    def __init__(
+        self, runtime: Runtime, course: Course, observer: Observer, progress: Callable[[str, int, int], None]
+    ) -> None:
+        self._runtime, self._course, self._observe, self._progress = runtime, course, observer, progress
 
     def run(self) -> None:
         """Every step of the course; returns when the last is committed and evaluated."""
         self._evaluate(0)
         for step in range(1, self._course.steps + 1):
             transition_s = self._adapt(step)
+            self._progress("step", step, self._course.steps)
             report = self._runtime.run_step(step)
             self._observe(StepEnd(step, self._runtime.plan, report, transition_s=transition_s))
             self._evaluate(step)
@@ -54,12 +57,14 @@ class Controller:
         target = change(current) if change else current
         if target == current:
             return 0.0
+        self._progress("moving to another plan before step", step, self._course.steps)
         report = self._runtime.transition(target)
         self._observe(TransitionEnd(step, current, target, report))
         return report.seconds
 
     def _evaluate(self, step: int) -> None:
         if self._course.evaluates_after(step):
+            self._progress("evaluating after step", step, self._course.steps)
             metrics = self._runtime.evaluate()
             if metrics:
                 self._observe(Evaluation(step, metrics))

@@ -72,7 +72,11 @@ class _Recorder:
 def run_training(config: RunConfig, view: View) -> TrainResult:
     """Run a recipe. Raises InputError before any worker starts where that is possible."""
     folder = RunFolder(config.run.dir)
-    job = prepare_job(config, lambda what, done, total: view.phase(what, done=done, total=total))
+
+    def progress(what: str, done: int, total: int) -> None:
+        view.phase(what, done=done, total=total)
+
+    job = prepare_job(config, progress)
     pool = RayPool(ray_settings(config))
     runtime = LiveRuntime(pool, job.setup, job.plan)
     try:
@@ -84,9 +88,8 @@ def run_training(config: RunConfig, view: View) -> TrainResult:
         runtime.start()
         recorder = _Recorder(folder, view)
         recorder(_start_event(config, job, pool))
-        view.phase("training")
         course = Course(config.trainer.steps, config.trainer.val_every, _transitions(config.transitions))
-        Controller(runtime, course, recorder).run()
+        Controller(runtime, course, recorder, progress).run()
         recorder.flush()
         return TrainResult(
             config.run.dir, tuple(recorder.evaluations), tuple(recorder.steps), tuple(recorder.transitions), job.notes

@@ -27,7 +27,8 @@ __all__ = ["BernoulliRewardObjective", "LikelihoodObjective", "PolicyObjective",
 class PolicyObjective(Objective):
     """The actor's loss: clipped policy loss - entropy_coeff x entropy + kl_loss_coef x KL to the reference.
 
-    Reads old_logprobs and advantages, and reference_logprobs where there is a KL term.
+    Reads old_logprobs and advantages, and reference_logprobs where there is a KL term (without one they are
+    reported if the batch has them).
     """
 
     counts: GlobalCounts
@@ -71,7 +72,7 @@ class PolicyObjective(Objective):
             assert outputs.entropy is not None
             metrics["actor/entropy"] = (weights * outputs.entropy[mask]).sum()
             loss = loss - self.entropy_coeff * metrics["actor/entropy"]
-        if self.kl_loss_coef != 0:
+        if self.kl_loss_coef != 0 or micro.reference_logprobs is not None:
             kl = KL_ESTIMATORS[self.kl_loss_type](logprobs, micro.column("reference_logprobs")[mask])
             metrics["actor/kl_loss"] = (weights * kl).sum()
             loss = loss + self.kl_loss_coef * metrics["actor/kl_loss"]

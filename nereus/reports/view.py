@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +21,8 @@ from nereus.reports.events import Evaluation, Event, Start, StepEnd, TransitionE
 from nereus.runtime.base import TransitionReport
 
 RECENT_STEPS = 8
+CONTROLLER_PHASES = ("step", "evaluating after step", "moving to another plan before step")
+"""Phases that end with an event; where every event is a line, they are not lines of their own."""
 
 
 class View(abc.ABC):
@@ -50,6 +53,8 @@ class Lines(View):
         self._last = ""
 
     def phase(self, what: str, *, done: int = 0, total: int = 0) -> None:
+        if what in CONTROLLER_PHASES:
+            return
         tenth = f" {10 * (10 * done // total)}%" if total else ""
         if what + tenth != self._last:
             self._last = what + tenth
@@ -70,6 +75,7 @@ class LiveView(View):
         self._transitions: deque[TransitionEnd] = deque(maxlen=3)
         self._plan: Plan | None = None
         self._phase: tuple[str, int, int] = ("starting", 0, 0)
+        self._spinner = Spinner("dots")
         self._live = Live(console=console, refresh_per_second=8, get_renderable=self._render)
 
     def __enter__(self) -> Self:
@@ -100,7 +106,7 @@ class LiveView(View):
         what, done, total = self._phase
         head = Table.grid(padding=(0, 1))
         bar: RenderableType = ProgressBar(total=total, completed=done, width=30) if total else Text("")
-        head.add_row(Text(what, style="bold"), bar, Text(f"{done}/{total}" if total else ""))
+        head.add_row(self._spinner, Text(what, style="bold"), Text(f"{done}/{total}" if total else ""), bar)
         parts: list[RenderableType] = [head]
         if self._plan is not None:
             parts.append(Panel(device_map(self._plan), title="plan: devices by model-stage", title_align="left"))
