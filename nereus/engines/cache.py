@@ -21,9 +21,10 @@ from nereus.engines.transformer import PackedAttention, Packing, StageModel, rep
 class KvCache:
     """Keys and values of every layer of one pipeline stage, and which of them each slot's next query may see.
 
-    Rows are (slot, head), heads fastest. keys [rows, D, columns] are stored transposed and values [rows, columns, D]
-    not, so both products of a decode step run along contiguous memory. `bias` [rows, 1, columns] is 0 where visible
-    and -inf elsewhere. Stored heads are the rank's KV heads, or its query heads where those share KV heads unevenly.
+    Rows are (slot, head), heads fastest. keys [layers, rows, D + 1, columns] are stored transposed and values [layers,
+    rows, columns, D] not, so both products of a decode step run along contiguous memory. The last entry of a key is 0
+    where visible and hugely negative elsewhere; that of a query is 1, so the product of both masks. Stored heads are
+    the rank's KV heads, or its query heads where those share KV heads unevenly.
     """
 
     def __init__(self, model: StageModel, *, num_slots: int, num_columns: int):
@@ -35,20 +36,24 @@ class KvCache:
         self.num_heads = model.num_heads // (repeats or 1)
         self.num_slots, self.num_columns = num_slots, num_columns
         rows = num_slots * self.num_heads
-        self._keys = torch.zeros(len(model.layers), rows, head_dim, num_columns, dtype=dtype, device=device)
-        self._values = torch.zeros(len(model.layers), rows, num_columns, head_dim, dtype=dtype, device=device)
-        self.keys, self.values = self._keys.unbind(), self._values.unbind()
-        self.bias = torch.full((rows, 1, num_columns), -torch.inf, dtype=dtype, device=device)
+        self.keys = torch.zeros(len(model.layers), rows, head_dim + 1, num_columns, dtype=dtype, device=device)
+        self.values = torch.zeros(len(model.layers), rows, num_columns, head_dim, dtype=dtype, device=device)
+        self._mask = self.keys[:, :, head_dim]  # [layers, rows, columns]
+        self._hidden = torch.finfo(dtype).min / 2
         self._heads = torch.arange(self.num_heads, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
-        return sum(t.numel() * t.element_size() for t in (self._keys, self._values))
+        return sum(t.numel() * t.element_size() for t in (self.keys, self.values))
 
     def spans(self, column: int, length: int) -> list[slice]:
-        """The last `length` columns up to `column`, oldest first: one slice, or two where the ring wraps."""
-        first = column + 1 - min(length, self.window or length)
+        """Columns that a sequence of `length` tokens up to `column` can see: one slice, or two where the ring wraps."""
+        return self.ring(column, min(length, self.window or length))
+
+    def ring(self, column: int, count: int) -> list[slice]:
+        """The last `count` columns up to `column`, oldest first: one slice, or two where the ring wraps."""
+        first = column + 1 - count
         if first >= 0:
             return [slice(first, column + 1)]
         return [slice(first + self.num_columns, self.num_columns), slice(0, column + 1)]
@@ -60,27 +65,30 @@ class KvCache:
     def open_column(self, column: int, num_slots: int) -> None:
         """Make the column that a decode step writes visible, and hide the one that leaves the window."""
         rows = num_slots * self.num_heads
-        self.bias[:rows, :, column] = 0
+        self._mask[:, :rows, column] = 0
         if self.window is not None:
-            self.bias[:rows, :, (column - self.window) % self.num_columns] = -torch.inf
+            self._mask[:, :rows, (column - self.window) % self.num_columns] = self._hidden
 
     def place(self, slots: torch.Tensor, prompts: Packing, column: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [P, heads] and columns [P, 1] of prompts that end at `column`, now visible to the next queries."""
         lengths = torch.tensor(prompts.lengths, device=slots.device)
-        self.bias.view(self.num_slots, -1)[slots] = -torch.inf
         rows = slots.unsqueeze(1) * self.num_heads + self._heads
+        self._mask[:, rows] = self._hidden
         back = lengths.repeat_interleave(lengths) - 1 - prompts.positions  # [P]: tokens behind the prompt's last
         rows, columns = rows.repeat_interleave(lengths, 0), (column - back).remainder(self.num_columns).unsqueeze(1)
         inside = back < (self.window or self.num_columns)
-        self.bias[rows[inside], 0, columns[inside]] = 0
+        self._mask[:, rows[inside], columns[inside]] = 0
         return rows, columns
+
+    def by_slot(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [layers, slots, heads, D + 1, columns] and values [layers, slots, heads, columns, D]."""
+        keys, values = (t.view(-1, self.num_slots, self.num_heads, *t.shape[2:]) for t in (self.keys, self.values))
+        return keys, values
 
     def move(self, sources: list[int], targets: list[int], spans: list[slice]) -> None:
         """Copy what slots hold in the given columns."""
-        bias = self.bias.view(self.num_slots, -1)
-        bias[targets] = bias[sources]
-        by_slot = (-1, self.num_slots, self.num_heads)
-        keys, values = (t.view(*by_slot, *t.shape[2:]) for t in (self._keys, self._values))
+        keys, values = self.by_slot()
+        keys[:, targets, :, -1] = keys[:, sources, :, -1]
         for span in spans:
             keys[:, targets, :, :, span] = keys[:, sources, :, :, span]
             values[:, targets, :, span] = values[:, sources, :, span]
@@ -103,20 +111,22 @@ class CachedAttention:
         length: int,
         prompts: tuple[Packing, torch.Tensor, torch.Tensor] | None,
     ):
-        self._cache, self._num_decode, self._column = cache, num_decode, column
-        self._scale = 1 / math.sqrt(model.spec.head_dim)
-        num_rows, shared = num_decode * cache.num_heads, model.num_heads // cache.num_heads
-        self._num_rows, self._grouped = num_rows, (num_rows, shared, model.spec.head_dim)
-        self._spans = [
-            (
-                cache.bias[:num_rows, :, span].expand(-1, shared, -1),
-                [keys[:num_rows, :, span] for keys in cache.keys],
-                [values[:num_rows, span] for values in cache.values],
-            )
-            for span in (cache.spans(column, length) if num_decode else [])
-        ]
+        self._cache, self._num_decode = cache, num_decode
         self._prompts = prompts
         self._over_prompts = PackedAttention(prompts[0], model) if prompts is not None else None
+        if not num_decode:
+            return
+        head_dim, shared = model.spec.head_dim, model.num_heads // cache.num_heads
+        num_rows = num_decode * cache.num_heads
+        self._scale = 1 / math.sqrt(head_dim)
+        self._queries = cache.keys.new_ones(num_decode, cache.num_heads, shared, head_dim + 1)
+        self._scaled = self._queries[..., :head_dim]
+        keys, values = cache.by_slot()
+        self._new_keys = keys[:, :num_decode, :, :head_dim, column].unbind()  # each [n, heads, D]
+        self._new_values = values[:, :num_decode, :, column].unbind()
+        spans = cache.spans(column, length)
+        self._keys = [cache.keys[:, :num_rows, :, span].unbind() for span in spans]
+        self._values = [cache.values[:, :num_rows, span].unbind() for span in spans]
 
     def __call__(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         n = self._num_decode
@@ -125,21 +135,19 @@ class CachedAttention:
         assert self._over_prompts is not None
         prefilled = self._over_prompts(index, q[n:], k[n:], v[n:])
         _, rows, columns = self._prompts
-        self._cache.keys[index][rows, :, columns] = self._cache.stored(k[n:])
+        self._cache.keys[index, :, : k.shape[-1]][rows, :, columns] = self._cache.stored(k[n:])
         self._cache.values[index][rows, columns] = self._cache.stored(v[n:])
         return torch.cat((self._decode(index, q[:n], k[:n], v[:n]), prefilled)) if n else prefilled
 
     def _decode(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of queries [n, heads, D], one a slot; query heads that share a stored head are adjacent."""
-        cache, head_dim = self._cache, q.shape[-1]
-        cache.keys[index][: self._num_rows, :, self._column] = cache.stored(k).reshape(-1, head_dim)
-        cache.values[index][: self._num_rows, self._column] = cache.stored(v).reshape(-1, head_dim)
-        grouped = q.reshape(self._grouped)
-        if len(self._spans) == 1:
-            ((bias, keys, values),) = self._spans
-            scores = torch.baddbmm(bias, grouped, keys[index], alpha=self._scale)
-            return torch.bmm(scores.softmax(-1), values[index]).view(q.shape)
-        parts = [torch.baddbmm(bias, grouped, keys[index], alpha=self._scale) for bias, keys, _ in self._spans]
-        weights = torch.split(torch.cat(parts, -1).softmax(-1), [part.shape[-1] for part in parts], -1)
-        older, newer = (torch.bmm(w, values[index]) for w, (_, _, values) in zip(weights, self._spans, strict=True))
+        self._new_keys[index].copy_(self._cache.stored(k))
+        self._new_values[index].copy_(self._cache.stored(v))
+        torch.mul(q.view(self._scaled.shape), self._scale, out=self._scaled)
+        queries = self._queries.flatten(0, 1)
+        scores = [torch.bmm(queries, keys[index]) for keys in self._keys]
+        if len(scores) == 1:
+            return torch.bmm(scores[0].softmax(-1), self._values[0][index]).view(q.shape)
+        weights = torch.split(torch.cat(scores, -1).softmax(-1), [part.shape[-1] for part in scores], -1)
+        older, newer = (torch.bmm(w, values[index]) for w, values in zip(weights, self._values, strict=True))
         return (older + newer).view(q.shape)

@@ -65,13 +65,13 @@ class _Lane:
     """Slots that step together: which sequence each holds and how far it is. Scheduling only, no computation."""
 
     def __init__(self, cache: KvCache, params: SamplingParams):
-        num_slots, device = cache.num_slots, cache.bias.device
+        num_slots, device = cache.num_slots, cache.keys.device
         self.cache, self._params = cache, params
         self.requests: list[int] = []  # of each slot in use, its place in the call's list of requests
         self.positions = torch.zeros(num_slots, dtype=torch.int64, device=device)  # of the last token
         self.limits = torch.zeros_like(self.positions)  # position at which a sequence is cut
         self.keys = torch.zeros_like(self.positions)
-        self.history = torch.zeros(num_slots, cache.num_columns, dtype=torch.int64, device=device)
+        self.new_tokens = torch.zeros(num_slots, cache.num_columns, dtype=torch.int64, device=device)
         self._all_slots = torch.arange(num_slots, device=device)
         self._stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
         self._num_slots, self._column = num_slots, 0
@@ -85,12 +85,11 @@ class _Lane:
         """Place new requests behind the slots in use and say what to compute next."""
         n, length = len(self.requests), self._longest + 1
         slots, positions = self._all_slots[:n], self.positions[:n]
-        tokens = self.history[slots, positions]
         if n:
-            self._column = (self._column + 1) % self.cache.num_columns
             self.cache.open_column(self._column, n)
         else:
             self._column = max(len(request.tokens) for _, request in admitted) - 1
+        tokens = self.new_tokens[:n, self._column]
         if not admitted:
             return _Step(tokens, positions, n, self._column, length, None, None)
         new_tokens, prompts = self._place(admitted)
@@ -118,7 +117,6 @@ class _Lane:
         self.keys[slots] = torch.tensor(keys, dtype=torch.int64, device=device)
         self.positions[slots] = lengths - 1
         self.limits[slots] = lengths - 1 + self._params.max_new_tokens
-        self.history[slots.repeat_interleave(lengths), packing.positions] = tokens
         self.requests += [place for place, _ in admitted]
         self._longest = max(self._longest, packing.longest - 1)
         self._steps_to_limit = min(self._steps_to_limit or self._params.max_new_tokens, self._params.max_new_tokens)
@@ -128,7 +126,8 @@ class _Lane:
         """Append tokens, one a slot in use; (request, new tokens, stopped) of every sequence that ended."""
         n = len(self.requests)
         positions = self.positions[:n].add_(1)
-        self.history[self._all_slots[:n], positions] = tokens
+        self._column = (self._column + 1) % self.cache.num_columns
+        self.new_tokens[:n, self._column] = tokens
         self._longest += 1
         self._steps_to_limit -= 1
         if self._steps_to_limit and not self._params.stop_ids:
@@ -137,13 +136,14 @@ class _Lane:
         ended = (stopped | (positions >= self.limits[:n])).nonzero().squeeze(1).tolist()
         if not ended:
             return []
-        done = [(self.requests[slot], self._new_tokens(slot), bool(stopped[slot])) for slot in ended]
+        done = [(self.requests[slot], self._tokens_of(slot), bool(stopped[slot])) for slot in ended]
         self._release(ended)
         return done
 
-    def _new_tokens(self, slot: int) -> tuple[int, ...]:
-        first = int(self.limits[slot]) - self._params.max_new_tokens + 1
-        return tuple(self.history[slot, first : int(self.positions[slot]) + 1].tolist())
+    def _tokens_of(self, slot: int) -> tuple[int, ...]:
+        count = int(self.positions[slot] - self.limits[slot]) + self._params.max_new_tokens
+        spans = self.cache.ring(self._column, count)
+        return tuple(token for span in spans for token in self.new_tokens[slot, span].tolist())
 
     def _release(self, ended: list[int]) -> None:
         """Free slots; the last ones in use move into the gaps."""
@@ -152,8 +152,8 @@ class _Lane:
         gone = set(ended)
         sources = [slot for slot in range(kept, len(self.requests)) if slot not in gone]
         if targets:
-            self.cache.move(sources, targets, self.cache.spans(self._column, self._longest))
-            for row in (self.positions, self.limits, self.keys, self.history):
+            self.cache.move(sources, targets, self.cache.spans(self._column, self._longest + 1))
+            for row in (self.positions, self.limits, self.keys, self.new_tokens):
                 row[targets] = row[sources]
             for source, target in zip(sources, targets, strict=True):
                 self.requests[target] = self.requests[source]
