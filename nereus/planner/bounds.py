@@ -7,6 +7,7 @@ either leave its devices alone or wait for it.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -38,7 +39,11 @@ class Bounds:
         self.crosser = crossing[0] if crossing and not in_turn else None
         self.shared_wave, self.shared_members = self._shared()
         self._by_devices = {m: self._best_by_devices(o) for m, o in self.options.items()}
-        self._together = self._concurrent() if self.shared_members else None
+        self._together = {
+            members: self._concurrent(members)
+            for size in range(len(self.shared_members) + 1)
+            for members in itertools.combinations(self.shared_members, size)
+        }
 
     def _shared(self) -> tuple[int, tuple[ModelStage, ...]]:
         """The wave in which the crosser meets model-stages of another stage, and those."""
@@ -62,13 +67,15 @@ class Bounds:
         np.minimum.accumulate(best, axis=0, out=best)
         return best
 
-    def _concurrent(self) -> Floats:
-        """[devices + 1]: seconds of the shared wave without the crosser, its members on so many disjoint devices."""
+    def _concurrent(self, members: tuple[ModelStage, ...]) -> Floats:
+        """[devices + 1]: seconds of the shared wave for these members alone, on so many disjoint devices."""
         wave, size = self.shared_wave, self.num_devices
-        times = np.unique(np.concatenate([self._by_devices[m][:, wave] for m in self.shared_members]))
+        if not members:
+            return np.zeros(size + 1)
+        times = np.unique(np.concatenate([self._by_devices[m][:, wave] for m in members]))
         times = times[np.isfinite(times)]
         needed = np.zeros(len(times), dtype=np.int64)
-        for m in self.shared_members:
+        for m in members:
             # the fewest devices with at most that many seconds: seconds fall as devices grow
             falling = self._by_devices[m][:, wave]
             needed += size + 1 - np.searchsorted(falling[::-1], times, side="right")
@@ -78,44 +85,65 @@ class Bounds:
         found: Floats = np.minimum.accumulate(best)
         return found
 
-    def completions(self, model_stage: ModelStage, rows: Mapping[ModelStage, int], waves: Floats) -> Floats:
-        """[options of `model_stage`]: seconds no completion undercuts, given the chosen `rows` and their `waves`."""
+    def completions(self, model_stage: ModelStage, rows: Mapping[ModelStage, int], floor: Floats) -> Floats:
+        """[options of `model_stage`, waves]: seconds that no completion undercuts, given the chosen `rows`.
+
+        floor: such seconds of the choice so far, by wave (zeros at first). Infinite where devices run out.
+        """
         own = self.options[model_stage]
         rest = [m for m in self.options if m != model_stage and m not in rows]
         if self.in_turn:
-            after = sum((self._fastest[m] for m in rest), np.zeros(self.num_waves))
-            bounds: Floats = (waves + own.seconds + after).sum(axis=1)
-            return bounds
-        floor = np.maximum.reduce([waves, *(self._fastest[m] for m in rest)])
-        found = np.maximum(own.seconds, floor)
+            done = sum((self.options[m].seconds[row] for m, row in rows.items()), np.zeros(self.num_waves))
+            after = sum((self._fastest[m] for m in rest), done)
+            total: Floats = own.seconds + after
+            return total
+        found = np.maximum(own.seconds, np.maximum.reduce([floor, *(self._fastest[m] for m in rest)]))
         used = sum(int(self.options[m].devices[row]) for m, row in rows.items() if m.stage == model_stage.stage)
         beside = [m for m in rest if m.stage == model_stage.stage]
         left = self.num_devices - used - sum(self._fewest[m] for m in beside) - own.devices
         for m in beside:
             budget = np.clip(left + self._fewest[m], 0, self.num_devices)
             found = np.maximum(found, self._by_devices[m][budget])
-        if self._together is not None:
+        if self.shared_members:
             self._raise_shared_wave(model_stage, rows, own, found)
-        bounds = found.sum(axis=1)
-        bounds[left < 0] = math.inf
-        return bounds
+        found[left < 0] = math.inf
+        return found
 
     def _raise_shared_wave(
         self, model_stage: ModelStage, rows: Mapping[ModelStage, int], own: Options, found: Floats
     ) -> None:
         """Raise `found` in the wave in which the crosser and others run, where they must share devices."""
-        assert self.crosser is not None and self._together is not None
+        assert self.crosser is not None
         wave, size = self.shared_wave, self.num_devices
-        if model_stage == self.crosser:
-            seconds = own.seconds[:, wave]
-            apart = np.maximum(seconds, self._together[np.clip(size - own.devices, 0, size)])
-            fastest = min(float(self._fastest[m][wave]) for m in self.shared_members)
-            sharing = np.maximum(self._together[size], seconds + fastest)
-            found[:, wave] = np.maximum(found[:, wave], np.minimum(apart, sharing))
-        elif model_stage in self.shared_members and self.crosser in rows:
-            crosser, row = self.options[self.crosser], rows[self.crosser]
-            forced = own.devices + int(crosser.devices[row]) > size
-            both = own.seconds[:, wave] + crosser.seconds[row, wave]
-            found[:, wave] = np.where(forced, np.maximum(found[:, wave], both), found[:, wave])
-        else:
-            found[:, wave] = np.maximum(found[:, wave], self._together[size])
+        found[:, wave] = np.maximum(found[:, wave], self._together[self.shared_members][size])
+        if model_stage == self.crosser or (model_stage in self.shared_members and self.crosser in rows):
+            found[:, wave] = np.maximum(found[:, wave], self._best_split(model_stage, rows, own))
+
+    def _best_split(self, model_stage: ModelStage, rows: Mapping[ModelStage, int], own: Options) -> Floats:
+        """Seconds of the shared wave by the best split of its members into those that leave the crosser's devices alone
+        and those that wait for it, for each option of `model_stage` (the crosser or a member)."""
+        assert self.crosser is not None
+        wave, crosser = self.shared_wave, self.options[self.crosser]
+        is_crosser = model_stage == self.crosser
+        held = own.devices if is_crosser else crosser.devices[rows[self.crosser]]
+        wait = own.seconds[:, wave] if is_crosser else crosser.seconds[rows[self.crosser], wave]
+        known = {
+            m: (self.options[m].devices[rows[m]], self.options[m].seconds[rows[m], wave])
+            for m in self.shared_members
+            if m in rows
+        }
+        if not is_crosser:
+            known[model_stage] = own.devices, own.seconds[:, wave]
+        left = np.clip(self.num_devices - sum(devices for devices, _ in known.values()), 0, self.num_devices)
+        best = np.full(len(own.devices), math.inf)
+        for apart in self._together:
+            room = self.num_devices - held - sum(known[m][0] for m in apart if m in known)
+            open_apart = tuple(m for m in apart if m not in known)
+            seconds = np.maximum(wait, self._together[open_apart][np.clip(room, 0, self.num_devices)])
+            for m in self.shared_members:
+                if m in known:
+                    seconds = np.maximum(seconds, known[m][1] + (0.0 if m in apart else wait))
+                elif m not in apart:
+                    seconds = np.maximum(seconds, self._by_devices[m][left, wave] + wait)
+            best = np.minimum(best, np.where(room < 0, math.inf, seconds))
+        return best

@@ -86,6 +86,15 @@ class Candidates:
         total: Floats = self.seconds.sum(axis=1)
         return total
 
+    @property
+    def shape_keys(self) -> Ints:
+        """A number for each layout, dp, grain and accelerator type: candidates with equal ones could share a block."""
+        parts = ((self.pp, 12), (self.dp, 20), (self.grain, 12), (self.region // 2, 6))
+        keys = self.tp
+        for column, bits in parts:
+            keys = (keys << bits) | column
+        return keys
+
     def take(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "Candidates":
         """The candidates at some rows, in that order."""
         columns = {f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self) if f.name != "model_stage"}

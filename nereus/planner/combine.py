@@ -15,14 +15,15 @@ candidates were priced.
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from nereus.plan import ModelStage
+from nereus.plan import ModelStage, Stage
 from nereus.planner.bounds import Bounds, Options
-from nereus.planner.candidates import Candidate, Candidates, Floats
+from nereus.planner.candidates import Candidate, Candidates, Floats, Ints
 from nereus.planner.placement import Block, Line, place
 
 
@@ -39,8 +40,18 @@ class Placement(enum.StrEnum):
     FREE = "free"
 
 
-SyncPrice = Callable[[ModelStage, Candidate, Candidates], Floats]
-"""Seconds to synchronize weights from a candidate of a (training) model-stage to each candidate of another."""
+NARROWING = 0.5
+"""The search starts over when a better plan leaves less than this share of the candidates."""
+
+
+class SyncPrice(Protocol):
+    """Prices weight synchronizations."""
+
+    def pairs(self, source: ModelStage, at: Candidate, targets: Candidates) -> Floats:
+        """[targets]: seconds from one candidate of a model-stage to each of another's."""
+
+    def at_least(self, source: ModelStage, targets: Candidates) -> Floats:
+        """[targets]: seconds that no candidate of the source undercuts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,9 +74,13 @@ class Combination:
 
 @dataclasses.dataclass(slots=True)
 class _Part:
-    """A partial choice. blocks[i] holds the model-stages in members[i]."""
+    """A partial choice. blocks[i] holds the model-stages in members[i].
+
+    waves: seconds of the chosen, by wave, without waiting for the crosser. floor: what no completion undercuts.
+    """
 
     waves: Floats
+    floor: Floats
     sync: dict[tuple[ModelStage, ModelStage], float]
     rows: dict[ModelStage, int]
     blocks: tuple[Block, ...]
@@ -78,10 +93,68 @@ class _Part:
         return sum(self.sync.values())
 
 
+class _Frontier:
+    """The candidates of one model-stage already tried below one partial choice; what they dominate need not be.
+
+    Dominated: no better in the step's waves so far, synchronization, devices, active and idle bytes, with groups that
+    fit wherever the other's do. Where synchronization is still to come (`is_source`), only within one shape.
+    """
+
+    def __init__(self, table: Candidates, floors: Floats, sync: Floats | None, *, is_source: bool) -> None:
+        self.table, self.floors, self.is_source = table, floors, is_source
+        self.sync = np.zeros(len(table)) if sync is None else sync
+        self.devices = table.num_devices
+        self.tried: dict[bool, list[int]] = {False: [], True: []}
+
+    def needless(self, hopeful: npt.NDArray[np.bool_], carefree: npt.NDArray[np.bool_]) -> Ints:
+        """Rows that another dominates where memory is out of the question.
+
+        Of the rows of one region and grain (and, where synchronization differs, one number of devices), in the order
+        of their seconds, only those are kept that beat all before them in devices (or in synchronization).
+        """
+        rows = np.flatnonzero(hopeful & carefree)
+        if len(rows) < 2:
+            return rows[:0]
+        varying = (self.floors[rows] != self.floors[rows[0]]).any(axis=0)
+        if varying.sum() > 1:
+            return rows[:0]
+        kinds = [self.table.region[rows], self.table.grain[rows]]
+        values = self.devices[rows].astype(np.float64)
+        if self.is_source:
+            kinds = [self.table.region[rows], self.table.shape_keys[rows]]
+        elif self.sync.any():
+            kinds, values = [*kinds, self.devices[rows]], self.sync[rows]
+        order = np.lexsort((values, self.floors[rows].sum(axis=1), *kinds))
+        changes = np.any([kind[order][1:] != kind[order][:-1] for kind in kinds], axis=0)
+        group = np.concatenate([[0], np.cumsum(changes)])
+        # one running minimum serves all groups: each lies below all groups before it
+        lowered = values[order] - group * (2.0 * float(values.max()) + 1.0)
+        lowest = np.minimum.accumulate(lowered)
+        return rows[order[1:][lowered[1:] >= lowest[:-1]]]
+
+    def dominates(self, row: int, together: bool) -> bool:
+        """Whether an earlier candidate makes this one needless; remembers it where not."""
+        rows, table = np.array(self.tried[together], dtype=np.int64), self.table
+        active, idle = (table.shared_active, table.shared_idle) if together else (table.active, table.idle)
+        worse = (active[rows] <= active[row]) & (idle[rows] <= idle[row]) & (table.region[rows] == table.region[row])
+        worse &= (self.floors[rows] <= self.floors[row]).all(axis=1)
+        if together or self.is_source:
+            for column in (table.tp, table.pp, table.dp, table.grain):
+                worse &= column[rows] == column[row]
+        else:
+            worse &= (self.devices[rows] <= self.devices[row]) & (table.grain[row] % table.grain[rows] == 0)
+            worse &= self.sync[rows] <= self.sync[row]
+        if worse.any():
+            return True
+        self.tried[together].append(row)
+        return False
+
+
 class Combiner:
     """Finds the fastest combination of `tables` that fits on a line.
 
     syncs: (source, target) pairs, priced by `sync_price`. limit_s: only combinations faster than this are of interest.
+    budget: partial choices looked into before the search settles for the best found; None to prove the optimum.
     """
 
     def __init__(
@@ -93,22 +166,31 @@ class Combiner:
         sync_price: SyncPrice,
         placement: Placement,
         limit_s: float = math.inf,
+        budget: int | None = None,
     ) -> None:
         self.line, self.placement = line, placement
         self.in_turn = placement is Placement.COLOCATED
-        self.tables = {m: self._possible(table) for m, table in tables.items()}
         self.syncs, self.sync_price = tuple(syncs), sync_price
-        self.bounds = Bounds(
-            {m: Options(table.num_devices, table.seconds) for m, table in self.tables.items()},
-            num_devices=line.num_devices,
-            in_turn=self.in_turn,
-        )
-        self.crosser = self.bounds.crosser
-        self.order = sorted(self.tables, key=self._priority)
         self.best: Combination | None = None
         self.best_seconds = limit_s
         self._placed: dict[tuple[tuple[Block, ...], tuple[int, ...]], tuple[tuple[int, int], ...] | None] = {}
+        self.budget = math.inf if budget is None else budget
+        self.bound_s = 0.0
         self.num_expanded = self.num_placed = 0
+        self._narrowed = False
+        self._use({m: self._possible(table) for m, table in tables.items()})
+
+    def _use(self, tables: dict[ModelStage, Candidates]) -> None:
+        self.tables = tables
+        self.bounds = Bounds(
+            {m: Options(table.num_devices, table.seconds) for m, table in tables.items()},
+            num_devices=self.line.num_devices,
+            in_turn=self.in_turn,
+        )
+        self.crosser = self.bounds.crosser
+        self.order = sorted(tables, key=self._priority)
+        self._keys = {m: table.shape_keys for m, table in tables.items()}
+        self._pairs: dict[tuple[ModelStage, ModelStage], tuple[Ints, Ints]] = {}
 
     def _possible(self, table: Candidates) -> Candidates:
         """The candidates that could run on the line if they had it alone."""
@@ -126,10 +208,31 @@ class Combiner:
 
     def solve(self) -> Combination | None:
         """The optimum, or None where nothing (faster than the limit) fits."""
-        if any(not len(table) for table in self.tables.values()):
-            return None
-        self._expand(0, _Part(np.zeros(self.bounds.num_waves), {}, {}, (), ()))
+        while all(map(len, self.tables.values())):
+            self._narrowed = False
+            nothing = np.zeros(self.bounds.num_waves)
+            self._expand(0, _Part(nothing, nothing, {}, {}, (), ()))
+            if not self._narrowed:
+                break
         return self.best
+
+    @property
+    def spent(self) -> bool:
+        """Whether a plan was found and the budget for proving it the fastest is used up."""
+        return self.best is not None and self.num_expanded >= self.budget
+
+    @property
+    def gap(self) -> float:
+        """Share by which a faster plan might at most undercut the best found; 0 where it is the optimum."""
+        return max(0.0, 1 - self.bound_s / self.best_seconds) if self.spent else 0.0
+
+    def _narrow(self) -> None:
+        """Start over with the candidates that can still be part of something faster, where that leaves far fewer."""
+        nothing = np.zeros(self.bounds.num_waves)
+        keep = {m: self.bounds.completions(m, {}, nothing).sum(axis=1) < self.best_seconds for m in self.tables}
+        if sum(int(rows.sum()) for rows in keep.values()) < NARROWING * sum(map(len, self.tables.values())):
+            self._use({m: self.tables[m].take(rows) for m, rows in keep.items()})
+            self._narrowed = True
 
     def _expand(self, depth: int, part: _Part) -> None:
         if depth == len(self.order):
@@ -138,17 +241,82 @@ class Combiner:
         self.num_expanded += 1
         model_stage = self.order[depth]
         table = self.tables[model_stage]
-        bounds = self.bounds.completions(model_stage, part.rows, part.waves) + part.sync_seconds
+        floors = self.bounds.completions(model_stage, part.rows, part.floor)
+        bounds = floors.sum(axis=1) + part.sync_seconds + self._sync_to_come(model_stage, part, floors)
         alone, glued, pair = self._sync_bounds(model_stage, table, part)
-        entries = [(bounds + alone, False)] if alone is not None else [(bounds, False)]
+        frontier = _Frontier(table, floors, alone, is_source=any(model_stage == source for source, _ in self.syncs))
+        apart = bounds if alone is None else bounds + alone
+        apart[frontier.needless(apart < self.best_seconds, self._carefree(part, table))] = math.inf
+        entries = [(apart, False)]
         if glued is not None:
             entries.append((np.where(glued, bounds, math.inf), True))
         for row, together, bound in self._ordered(table, entries):
-            if bound >= self.best_seconds:
+            if depth == 0:
+                self.bound_s = bound
+            if self._narrowed or self.spent or bound >= self.best_seconds:
                 break
+            if frontier.dominates(row, together):
+                continue
             child = self._extended(part, model_stage, row, together, pair, alone)
             if child is not None:
+                child.floor = floors[row]
                 self._expand(depth + 1, child)
+
+    def _sync_to_come(self, model_stage: ModelStage, part: _Part, floors: Floats) -> Floats | float:
+        """[rows]: seconds that bringing weights to another model-stage, chosen later, adds at least."""
+        total: Floats | float = 0.0
+        for source, target in self.syncs:
+            if source != model_stage or target in part.rows:
+                continue
+            table, own = self.tables[target], self.tables[source]
+            finite = floors[np.isfinite(floors).all(axis=1)]
+            if not len(finite):
+                continue
+            ceiling = finite.max(axis=0)
+            added = np.maximum(table.seconds, ceiling).sum(axis=1) - ceiling.sum()
+            apart = float((added + self.sync_price.at_least(source, table)).min())
+            sharing = np.full(len(own), math.inf)
+            ours, theirs = self._same_shape(source, target)
+            np.minimum.at(sharing, ours, added[theirs])
+            total = total + np.minimum(apart, sharing)
+        return total
+
+    def _same_shape(self, source: ModelStage, target: ModelStage) -> tuple[Ints, Ints]:
+        """Pairs of (row of the source, row of the target) that could share parameters."""
+        if (source, target) not in self._pairs:
+            keys = self._keys[source], self._keys[target]
+            order = np.argsort(keys[1], kind="stable")
+            first = np.searchsorted(keys[1][order], keys[0], side="left")
+            count = np.searchsorted(keys[1][order], keys[0], side="right") - first
+            ours = np.repeat(np.arange(len(keys[0])), count)
+            offset = np.arange(len(ours)) - np.repeat(np.cumsum(count) - count, count)
+            self._pairs[source, target] = ours, order[np.repeat(first, count) + offset]
+        return self._pairs[source, target]
+
+    def _carefree(self, part: _Part, table: Candidates) -> npt.NDArray[np.bool_]:
+        """[rows]: whether memory cannot bind wherever the candidate lies and whatever is chosen later."""
+        idle, peak = 0, 0
+        for stage in {m.stage for m in self.order}:
+            if stage is table.model_stage.stage and not self.in_turn:
+                continue
+            holds, peaks = self._largest(stage, part)
+            idle, peak = idle + holds, max(peak, peaks)
+        least = min(capacity for _, capacity in self.line.runs)
+        fits: npt.NDArray[np.bool_] = table.idle + idle + np.maximum(table.active - table.idle, peak) <= least
+        return fits
+
+    def _largest(self, stage: Stage, part: _Part) -> tuple[int, int]:
+        """(idle, peak) bytes that the model-stages of a stage put on one device at most."""
+        idle, peak = [0], [0]
+        for m in self.order:
+            if m.stage is not stage:
+                continue
+            table = self.tables[m]
+            rows = slice(part.rows[m], part.rows[m] + 1) if m in part.rows else slice(None)
+            idle.append(int(table.idle[rows].max()))
+            peak.append(int((table.active - table.idle)[rows].max()))
+            peak.append(int((table.shared_active - table.shared_idle)[rows].max()))
+        return (sum(idle) if self.in_turn else max(idle)), max(peak)
 
     def _sync_bounds(
         self, model_stage: ModelStage, table: Candidates, part: _Part
@@ -159,14 +327,8 @@ class Combiner:
                 continue
             row = part.rows[source]
             partner = self.tables[source]
-            same = (
-                (table.tp == partner.tp[row])
-                & (table.pp == partner.pp[row])
-                & (table.dp == partner.dp[row])
-                & (table.grain == partner.grain[row])
-                & (table.region // 2 == partner.region[row] // 2)
-            )
-            return self.sync_price(source, partner[row], table), same, (source, target)
+            same = self._keys[target] == self._keys[source][row]
+            return self.sync_price.pairs(source, partner[row], table), same, (source, target)
         return None, None, None
 
     def _ordered(self, table: Candidates, entries: Sequence[tuple[Floats, bool]]) -> "list[tuple[int, bool, float]]":
@@ -209,7 +371,7 @@ class Combiner:
             blocks, members = (*part.blocks, block), (*part.members, (model_stage,))
             if pair is not None and alone is not None:
                 sync = {**sync, pair: float(alone[row])}
-        child = _Part(waves, sync, {**part.rows, model_stage: row}, blocks, members, shared)
+        child = _Part(waves, part.floor, sync, {**part.rows, model_stage: row}, blocks, members, shared)
         spans = self._place(child, self._conflicts(child))
         if spans is None:
             return None
@@ -265,6 +427,7 @@ class Combiner:
                 sync_seconds=dict(part.sync),
             )
             self.best_seconds = self.best.step_seconds
+            self._narrow()
             return
 
     def _wave_options(self, part: _Part) -> list[tuple[Floats, tuple[ModelStage, ...]]]:

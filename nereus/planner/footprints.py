@@ -84,6 +84,18 @@ def _full_ranks(num_layers: int, pp: int) -> list[int]:
     return [ranks[0]] * (NUM_RANKS - len(ranks)) + ranks
 
 
+def smallest_state(trains: bool, table: LayoutTable, precision: Precision) -> Ints:
+    """[layouts]: bytes of state that every candidate of a layout holds on its fullest rank (none where shared)."""
+    if not trains:
+        return np.zeros(len(table.tp), dtype=np.int64)
+    return table.numel.min(axis=1) * state_bytes(precision)
+
+
+def state_bytes(precision: Precision) -> int:
+    """Bytes of a trained parameter: itself, its gradient, both moments and, where kept, the master."""
+    return precision.param_bytes + precision.wide_bytes * (4 if precision.has_masters else 3)
+
+
 class Longest:
     """`Lengths.longest_of` over arrays: tokens of the `count` longest of `among` samples."""
 
@@ -188,8 +200,7 @@ class _StageFootprint:
     def _state(self, numel: Ints, *, shared: bool) -> Ints:
         if not self.trains:
             return numel * (0 if shared else self.precision.param_bytes)
-        wide = self.precision.wide_bytes * (4 if self.precision.has_masters else 3)
-        return numel * (self.precision.param_bytes + wide)
+        return numel * state_bytes(self.precision)
 
     def _working(self, place: int) -> Ints:
         """Bytes beyond the state while the model-stage runs."""

@@ -12,6 +12,7 @@ devices or right behind another block; only such arrangements are tried, from le
 import bisect
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 from nereus.cluster import Accelerator, Cluster, Device
@@ -299,7 +300,34 @@ def place(
 
     conflicts: for each block the mask of block indices it must not overlap. at_start: all begin at the first device.
     """
+    if not at_start and not _enough_devices(line, blocks, conflicts):
+        return None
     arrangement = _Arrangement(line, blocks, conflicts, at_start=at_start)
     if not arrangement.solve((1 << len(blocks)) - 1, 0):
         return None
     return tuple(span for span in arrangement.spans if span is not None)
+
+
+def _enough_devices(line: Line, blocks: Sequence[Block], conflicts: Sequence[int]) -> bool:
+    """Whether every set of blocks that exclude each other, by rule or by memory, has as many devices as it needs."""
+    excludes = [0] * len(blocks)
+    for a, b in itertools.combinations(range(len(blocks)), 2):
+        one, other = blocks[a], blocks[b]
+        together = one.idle + other.idle + max(one.peak, other.peak)
+        if conflicts[a] >> other.index & 1 or together > line.max_capacity:
+            excludes[a] |= 1 << b
+            excludes[b] |= 1 << a
+    return _cliques_fit(blocks, excludes, (1 << len(blocks)) - 1, line.num_devices)
+
+
+def _cliques_fit(blocks: Sequence[Block], excludes: Sequence[int], candidates: int, left: int) -> bool:
+    """Whether no set of mutually exclusive blocks among `candidates` needs more than `left` devices."""
+    if left < 0:
+        return False
+    while candidates:
+        place = candidates.bit_length() - 1
+        candidates &= ~(1 << place)
+        needed = blocks[place].grain * blocks[place].groups
+        if not _cliques_fit(blocks, excludes, candidates & excludes[place], left - needed):
+            return False
+    return True

@@ -118,22 +118,46 @@ class Pricing:
         sketch = self.sketch(model_stage, in_turn=in_turn)
         return sketch.candidates(np.full(len(sketch), True))
 
-    def sync_price(self, source: ModelStage, at: Candidate, targets: Candidates) -> Floats:
-        """Seconds of weight synchronization from a candidate to each of `targets` (as `CostModel.sync_seconds`)."""
-        spec, wide = self.specs[source.role], self.precision.param_bytes
-        layouts, numbers = _numbered(targets.tp, targets.pp)
-        received = layout_table(spec, layouts).largest_numel[numbers] * wide
+    @property
+    def sync_price(self) -> "WeightSync":
+        return WeightSync(self)
+
+
+class WeightSync:
+    """Prices of weight synchronizations, as `CostModel.sync_seconds`, for many targets at once."""
+
+    def __init__(self, pricing: Pricing) -> None:
+        self.pricing = pricing
+        line, cost = pricing.line, pricing.cost
+        link = Link.INTRA_NODE if len(line.node_sizes) == 1 else Link.INTER_NODE
+        hop, launch = COLUMN[(Op.POINT_TO_POINT, link)], COLUMN[(Op.LAUNCH, None)]
+        types = [region.accelerator for region in line.regions[::2]]
+        lines = np.stack([cost._lines(name, None) for name in types])
+        self._work, self._call, self._launch = lines[:, 0, hop], lines[:, 1, hop], lines[:, 1, launch]
+
+    def pairs(self, source: ModelStage, at: Candidate, targets: Candidates) -> Floats:
+        """[targets]: seconds from one candidate of a model-stage to each of another's."""
+        spec, wide = self.pricing.specs[source.role], self.pricing.precision.param_bytes
         sent = targets.dp * (spec.num_params * wide / at.num_devices)
         pieces = spec.num_layers * np.maximum(1, at.layout.tp // targets.tp) / targets.pp
-        link = Link.INTRA_NODE if len(self.line.node_sizes) == 1 else Link.INTER_NODE
-        types = [region.accelerator for region in self.line.regions]
         slower = np.maximum(targets.region // 2, at.region // 2)
-        lines = np.stack([self.cost._lines(types[2 * i], None) for i in range(len(types) // 2)])[slower]
-        hop, launch = COLUMN[(Op.POINT_TO_POINT, link)], COLUMN[(Op.LAUNCH, None)]
+        moved = np.maximum(self._received(spec, targets), sent)
+        seconds: Floats = moved * self._work[slower] + pieces * self._call[slower] + self._launch[slower]
+        return seconds
+
+    def at_least(self, source: ModelStage, targets: Candidates) -> Floats:
+        """[targets]: seconds that no candidate of the source undercuts."""
+        spec = self.pricing.specs[source.role]
+        pieces = spec.num_layers / targets.pp
         seconds: Floats = (
-            np.maximum(received, sent) * lines[:, 0, hop] + pieces * lines[:, 1, hop] + lines[:, 1, launch]
+            self._received(spec, targets) * self._work.min() + pieces * self._call.min() + self._launch.min()
         )
         return seconds
+
+    def _received(self, spec: ModelSpec, targets: Candidates) -> Ints:
+        layouts, numbers = _numbered(targets.tp, targets.pp)
+        result: Ints = layout_table(spec, layouts).largest_numel[numbers] * self.pricing.precision.param_bytes
+        return result
 
 
 def waves_of(workflow: Workflow) -> dict[str, int]:
@@ -447,40 +471,46 @@ class _TaskPrice:
         return content, count
 
     def _generate(self, lines: Counts) -> Floats:
-        work, stage, launch = self.workload, self.stage, COLUMN[(Op.LAUNCH, None)]
-        samples = np.maximum(1, -(-work.num_samples // self.dp))
+        """Prefill and decoding: seconds are linear in passes, prompts, and each side's steps, tokens and context."""
+        samples = np.maximum(1, -(-self.workload.num_samples // self.dp))
         slots = np.minimum(self.micro_batch, samples)
-        result = self._prefill(lines, samples / slots, slots)
-        phases = self._phases(samples, slots)
+        per, amounts = [self._prefill_seconds(lines)], [samples / slots, samples.astype(np.float64)]
+        *phases, bound = self._phases(samples, slots)
         for compute_bound in (False, True):
-            steps, tokens, seen = (np.where(phases[3] == compute_bound, part, 0.0).sum(axis=0) for part in phases[:3])
-            counts = {
-                tp: _decode_counts(stage.shape, tp, stage.value_bytes, self.span.tp_link, compute_bound)
-                for tp in dict.fromkeys(tp for tp, _ in self.layouts)
-            }
-            per = np.stack([np.tensordot(counts[tp], lines, axes=2) for tp, _ in self.layouts])
-            grid = per @ np.stack([steps, tokens, seen])
-            result = result + grid[self.at, self.setting] + self._hops(lines, steps, tokens)
-            result = result + (steps[self.setting] * self.table.pp[self.at]) * lines[1, launch]
-        return result + lines[1, launch]
+            amounts += [np.where(bound == compute_bound, part, 0.0).sum(axis=0) for part in phases]
+            per.append(self._decode_seconds(lines, compute_bound))
+        grid = np.concatenate(per, axis=1) @ np.stack(amounts)
+        result: Floats = grid[self.at, self.setting] + lines[1, COLUMN[(Op.LAUNCH, None)]]
+        return result
 
-    def _prefill(self, lines: Counts, passes: Floats, slots: Ints) -> Floats:
-        prompt, stage = self.workload.prompt_tokens, self.stage
+    def _prefill_seconds(self, lines: Counts) -> Floats:
+        """[layouts, 2]: seconds of a prefill pass, and of each prompt in it."""
+        shape, value_bytes, prompt = self.stage.shape, self.stage.value_bytes, self.workload.prompt_tokens
+        link = self.span.tp_link
+        counts = {tp: _prefill_counts(shape, tp, value_bytes, link, prompt) for tp in {tp for tp, _ in self.layouts}}
+        per = np.stack([np.tensordot(counts[tp], lines, axes=2) for tp, _ in self.layouts])
+        per_pass, per_token = self._hop_seconds(lines)
+        per[:, 0] += per_pass
+        per[:, 1] += per_token * prompt
+        return per
+
+    def _decode_seconds(self, lines: Counts, compute_bound: bool) -> Floats:
+        """[layouts, 3]: seconds of a decode step, of each token in it, and of each token of context one attends to."""
+        shape, value_bytes, link = self.stage.shape, self.stage.value_bytes, self.span.tp_link
         counts = {
-            tp: _prefill_counts(stage.shape, tp, stage.value_bytes, self.span.tp_link, prompt)
-            for tp in dict.fromkeys(tp for tp, _ in self.layouts)
+            tp: _decode_counts(shape, tp, value_bytes, link, compute_bound) for tp in {t for t, _ in self.layouts}
         }
         per = np.stack([np.tensordot(counts[tp], lines, axes=2) for tp, _ in self.layouts])
-        grid = per @ np.stack([passes, passes * slots])
-        return grid[self.at, self.setting] + self._hops(lines, passes, passes * slots * prompt)
+        per_pass, per_token = self._hop_seconds(lines)
+        per[:, 0] += per_pass + self.table.pp * lines[1, COLUMN[(Op.LAUNCH, None)]]
+        per[:, 1] += per_token
+        return per
 
-    def _hops(self, lines: Counts, passes: Floats, tokens: Floats) -> Floats:
-        """Activations handed along the pipeline in `passes` passes with `tokens` in all."""
-        hop = COLUMN[(Op.POINT_TO_POINT, self.span.pp_link)]
-        pp = self.table.pp[self.at]
-        payload = tokens[self.setting] * self.stage.shape.hidden * self.stage.value_bytes * (pp - 1)
-        result: Floats = np.where(pp > 1, payload * lines[0, hop] + pp * passes[self.setting] * lines[1, hop], 0.0)
-        return result
+    def _hop_seconds(self, lines: Counts) -> tuple[Floats, Floats]:
+        """([layouts] each) seconds to hand activations along the pipeline: of a pass, and of each token in it."""
+        hop, pp = COLUMN[(Op.POINT_TO_POINT, self.span.pp_link)], self.table.pp
+        per_token = (pp - 1) * (self.stage.shape.hidden * self.stage.value_bytes * lines[0, hop])
+        return np.where(pp > 1, pp * lines[1, hop], 0.0), per_token
 
     def _phases(self, samples: Ints, slots: Ints) -> tuple[Floats, Floats, Floats, Mask]:
         """Decode phases of each setting, [phases, settings]: steps, tokens, tokens x context, compute-bound or not."""
