@@ -25,7 +25,7 @@ def compute_outputs(
     Logits are divided by `temperature`, so log-probabilities are those of the distribution that was sampled from.
     """
     rows = predicting_rows(batch, kind)
-    picked = hidden[rows]
+    picked = hidden.index_select(0, rows)
     if kind is OutputKind.LOGPROBS:
         logprobs, entropy = token_statistics(
             model.logits(picked) / temperature if temperature != 1.0 else model.logits(picked),

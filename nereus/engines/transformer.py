@@ -135,12 +135,12 @@ class StageModel:
         """Rotated q [T, h, D], rotated k [T, kv, D] and v [T, kv, D] of this rank."""
         heads, kv = self.num_heads, self.num_kv_heads
         qkv = functional.linear(normed, weights.qkv, weights.qkv_bias).view(-1, heads + 2 * kv, self.spec.head_dim)
-        qk, v = qkv[:, : heads + kv], qkv[:, heads + kv :]
+        qk, v = qkv.split_with_sizes([heads + kv, kv], 1)
         if weights.q_norm is not None and weights.k_norm is not None:
-            q, k = self._norm(qk[:, :heads], weights.q_norm), self._norm(qk[:, heads:], weights.k_norm)
-            qk = torch.cat((q, k), 1)
-        qk = rope.rotate(qk)
-        return qk[:, :heads], qk[:, heads:], v
+            q, k = qk.split_with_sizes([heads, kv], 1)
+            qk = torch.cat((self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)), 1)
+        q, k = rope.rotate(qk).split_with_sizes([heads, kv], 1)
+        return q, k, v
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's logits [R, V/tp] (fp32 or wider) of last-stage hidden states [R, H]."""
@@ -256,24 +256,21 @@ class PackedAttention:
 
     def __init__(self, packing: Packing, model: StageModel):
         self._packing = packing
-        self._kv_of_head = model.kv_of_head
-        self._repeats = repeats_of(model.kv_of_head)
+        # Even groups of query heads are the kernel's to match with KV heads; uneven ones get a KV head each.
+        self._kv_of_head = model.kv_of_head if repeats_of(model.kv_of_head) is None else None
         self._mask = causal_window_mask(packing.longest, model.spec.sliding_window, packing.slots.device)
 
     def __call__(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = self._pad(q), self._pad(self._expand(k)), self._pad(self._expand(v))  # [B, h, L, D]
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, is_causal=self._mask is None)
-        return out.transpose(1, 2).reshape(-1, *out.shape[1::2])[self._packing.slots]
-
-    def _expand(self, x: torch.Tensor) -> torch.Tensor:
-        """KV heads repeated to one per query head."""
-        if self._repeats == 1:
-            return x
-        if self._repeats is not None:
-            return x.repeat_interleave(self._repeats, 1)
-        return x[:, self._kv_of_head]
+        if self._kv_of_head is not None:
+            k, v = k[:, self._kv_of_head], v[:, self._kv_of_head]
+        out = functional.scaled_dot_product_attention(
+            self._pad(q), self._pad(k), self._pad(v),
+            attn_mask=self._mask, is_causal=self._mask is None, enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        return out.transpose(1, 2).reshape(-1, *out.shape[1::2]).index_select(0, self._packing.slots)  # [T, h, D]
 
     def _pad(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, heads, L, D] of [T, heads, D]."""
         batch, longest = len(self._packing.lengths), self._packing.longest
         if x.shape[0] == batch * longest:
             return x.view(batch, longest, *x.shape[1:]).transpose(1, 2)

@@ -114,8 +114,10 @@ def twin_scores(twin: PreTrainedModel, batch: RolloutBatch) -> tuple[torch.Tenso
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=4, pp=2), Layout(pp=3)], ids=str)
-@pytest.mark.parametrize("vocab", [3, 101])
-def test_token_statistics_equal_those_of_the_whole_row_of_logits(layout: Layout, vocab: int) -> None:
+@pytest.mark.parametrize(("vocab", "temperature"), [(3, 1.0), (101, 1.0), (101, 0.7)])
+def test_token_statistics_equal_those_of_the_whole_row_of_logits(
+    layout: Layout, vocab: int, temperature: float
+) -> None:
     twin = make_twin("qwen2", vocab_size=vocab, tie_word_embeddings=True)
     batch = make_batch(LENGTHS, vocab=vocab)
     spec, weights = spec_of(twin), twin.state_dict()
@@ -125,7 +127,9 @@ def test_token_statistics_equal_those_of_the_whole_row_of_logits(layout: Layout,
         model = StageModel(state, tp=place.groups.tp)
 
         def head(hidden: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-            outputs = compute_outputs(model, hidden, micro.batch, OutputKind.LOGPROBS, with_entropy=True)
+            outputs = compute_outputs(
+                model, hidden, micro.batch, OutputKind.LOGPROBS, with_entropy=True, temperature=temperature
+            )
             assert outputs.logprobs is not None and outputs.entropy is not None
             return outputs.logprobs, outputs.entropy
 
@@ -133,16 +137,18 @@ def test_token_statistics_equal_those_of_the_whole_row_of_logits(layout: Layout,
         return Pipeline(model, place.groups.pp).forward(micros, head)
 
     (ranks,) = run_places(spec, layout, run)
-    logprobs, entropies = twin_statistics(twin, batch)
+    logprobs, entropies = twin_statistics(twin, batch, temperature)
     for outputs in ranks[-layout.tp :]:
         for part, whole in ((0, logprobs), (1, entropies)):
             found = torch.cat([output[part] for output in outputs])
             torch.testing.assert_close(found, whole, rtol=0, atol=1e-4)
 
 
-def twin_statistics(twin: PreTrainedModel, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def twin_statistics(
+    twin: PreTrainedModel, batch: RolloutBatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies [T] of the response tokens from the full softmax."""
-    logits = torch.split(twin_logits(twin, batch), batch.sequence_lengths.tolist())
+    logits = torch.split(twin_logits(twin, batch) / temperature, batch.sequence_lengths.tolist())
     picked, entropies = [], []
     for tokens, rows, length in zip(sequences(batch), logits, batch.response_lengths.tolist(), strict=True):
         logprobs = rows.log_softmax(-1)[len(tokens) - length - 1 : -1]
