@@ -27,6 +27,13 @@ from nereus.planner.operations import COLLECTIVES, COMPUTE, KEYS, MEMORY, Counts
 FORGETTING = 0.95
 """Weight that an observation keeps with each later one."""
 
+SURPRISE = 3.0
+"""Standard deviations beyond which a time says that something changed: variances grow in proportion to the excess, so
+a change is followed within a few observations and one outlier moves little."""
+
+MAX_INFLATION = 4.0
+"""Largest such growth after one observation."""
+
 NOISE = 0.03
 """Relative standard deviation of one measured time."""
 
@@ -168,7 +175,7 @@ class Calibration:
         self._extend([_Factor(accelerator, key, fixed) for key in keys for fixed in (True, False)])
         for key in keys:
             self._counts[accelerator, key] = self._counts.get((accelerator, key), 0) + 1
-        self._forget(accelerator)
+        self._inflate(accelerator, 1 / FORGETTING)
         self._update(shown, beside, math.log(seconds), accelerator, noise)
         self._lines.clear()
 
@@ -242,6 +249,11 @@ class Calibration:
     ) -> None:
         """One iterated step of the filter towards log seconds `target`."""
         start, logs = self._logs, self._logs
+        log_total, slope = self._linearize(shown, beside, accelerator, logs)
+        deviation = math.sqrt(float(slope @ self._covariance @ slope) + noise**2)
+        surprise = abs(target - log_total) / (SURPRISE * deviation)
+        if surprise > 1:
+            self._inflate(accelerator, min(surprise, MAX_INFLATION))
         for _ in range(RELINEARIZATIONS):
             log_total, slope = self._linearize(shown, beside, accelerator, logs)
             spread = self._covariance @ slope
@@ -333,13 +345,13 @@ class Calibration:
             return 0.0
         return math.exp(-log_distance(self._accelerators[a], self._accelerators[b]) / DISTANCE_SCALE)
 
-    def _forget(self, accelerator: str) -> None:
-        """Let what is known of an accelerator drift, never beyond the prior's ignorance."""
+    def _inflate(self, accelerator: str, times: float) -> None:
+        """Multiply the variances of an accelerator's factors, never beyond the prior's ignorance."""
         factors = list(self._index)
-        aged = np.array([FORGETTING**-0.5 if f.accelerator == accelerator else 1.0 for f in factors])
-        drifted = self._covariance * np.outer(aged, aged)
-        limit = np.sqrt(np.minimum(1.0, np.diag(self._prior_covariance(factors)) / np.diag(drifted)))
-        self._covariance = drifted * np.outer(limit, limit)
+        wider = np.array([math.sqrt(times) if f.accelerator == accelerator else 1.0 for f in factors])
+        inflated = self._covariance * np.outer(wider, wider)
+        limit = np.sqrt(np.minimum(1.0, np.diag(self._prior_covariance(factors)) / np.diag(inflated)))
+        self._covariance = inflated * np.outer(limit, limit)
 
 
 def _same(labels: npt.NDArray[np.int_]) -> Counts:

@@ -1,0 +1,142 @@
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nereus.boxes import flat_numel
+from nereus.model import Head, ModelSpec
+from nereus.models import MODELS
+from nereus.plan import (
+    ACTOR_GENERATION,
+    ACTOR_TRAINING,
+    CRITIC_TRAINING,
+    REFERENCE_INFERENCE,
+    REWARD_INFERENCE,
+    Layout,
+)
+from nereus.planner.memory import BF16, FP32, Recompute, layer_bytes_per_token, stage_memory, state_numel
+from nereus.planner.workload import Lengths, Workload
+
+TINY = ModelSpec(
+    family="qwen3", num_layers=5, hidden=64, num_heads=12, num_kv_heads=4, head_dim=16, ffn=100, vocab=515, qk_norm=True
+)
+BIG = MODELS["qwen2.5-7b"]
+PLAIN = Workload(batch=64, prompt_tokens=100, response=Lengths.constant(400))
+
+
+def memory(model_stage=ACTOR_TRAINING, spec=BIG, layout=Layout(), **changes):
+    settings = {"dp": 1, "workload": PLAIN, "micro_batch": 1, "recompute": Recompute.NONE, "precision": BF16}
+    return stage_memory(model_stage, spec, layout, **(settings | changes))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tp=st.sampled_from(TINY.valid_tp),
+    pp=st.integers(1, 5),
+    tied=st.booleans(),
+    bias=st.booleans(),
+    head=st.sampled_from(list(Head)),
+    vocab=st.integers(3, 700),
+)
+def test_state_equals_the_largest_flat_buffer_of_a_pipeline_stage(tp, pp, tied, bias, head, vocab):
+    spec = dataclasses.replace(TINY, tied=tied, qkv_bias=bias, vocab=vocab).with_head(head)
+    layout = Layout(tp, pp)
+    for pp_rank in range(pp):
+        ranks = [layout.rank(tp_rank=tp_rank, pp_rank=pp_rank) for tp_rank in range(tp)]
+        assert state_numel(spec, layout, pp_rank) == max(flat_numel(spec, layout, rank) for rank in ranks)
+
+
+def test_mixed_precision_training_keeps_sixteen_bytes_of_state_and_gradient_per_parameter():
+    parts = memory().active
+    params = state_numel(BIG, Layout(), 0)
+    assert parts["weights"] == 2 * params
+    assert parts["gradients"] == parts["masters"] == 4 * params
+    assert parts["moments"] == 8 * params
+    assert "masters" not in memory(precision=FP32).active
+
+
+def test_only_state_stays_while_other_model_stages_run():
+    kept = memory()
+    assert set(kept.idle) <= {"weights", "gradients", "masters", "moments"}
+    assert kept.idle_bytes < kept.active_bytes
+    assert set(memory(REFERENCE_INFERENCE).idle) == {"weights"}
+
+
+def test_weights_shared_with_training_are_counted_there():
+    shared = memory(ACTOR_GENERATION, shares_weights=True)
+    assert "weights" not in shared.active
+    assert shared.idle_bytes == 0
+    assert memory(ACTOR_TRAINING, shares_weights=True).active["weights"] == memory().active["weights"]
+
+
+def test_recomputation_trades_activations_for_time():
+    kept = [memory(recompute=recompute).active["activations"] for recompute in Recompute]
+    assert kept[0] > kept[1] > kept[2]
+
+
+def test_earlier_pipeline_stages_keep_more_micro_batches():
+    critic = BIG.with_head(Head.SCORE)
+    many = memory(CRITIC_TRAINING, critic, Layout(pp=4), recompute=Recompute.FULL)
+    single = memory(CRITIC_TRAINING, critic, Layout(pp=4), dp=64, recompute=Recompute.FULL)
+    per_token = (BIG.num_layers // 4 + 1) * BIG.hidden * 2
+    assert many.active["activations"] == 4 * 500 * per_token
+    assert single.active["activations"] == 500 * per_token
+
+
+def test_the_cache_holds_the_longest_sequences_not_the_mean():
+    even = Workload(batch=8, prompt_tokens=100, response=Lengths.constant(1000))
+    uneven = Workload(batch=8, prompt_tokens=100, response=Lengths((100, 100, 100, 100, 100, 100, 100, 7300)))
+    assert uneven.response.mean == even.response.mean
+    one_slot = [memory(ACTOR_GENERATION, workload=w, micro_batch=1).active["kv_cache"] for w in (even, uneven)]
+    all_slots = [memory(ACTOR_GENERATION, workload=w, micro_batch=8).active["kv_cache"] for w in (even, uneven)]
+    assert one_slot[1] == one_slot[0] * 7400 / 1100
+    assert all_slots[0] == all_slots[1]
+    per_token = 2 * BIG.num_layers * BIG.num_kv_heads * BIG.head_dim * 2
+    assert all_slots[0] == 8 * 1100 * per_token
+
+
+def test_replicated_kv_heads_stop_the_cache_from_shrinking():
+    sizes = [memory(ACTOR_GENERATION, layout=Layout(tp), micro_batch=4).active["kv_cache"] for tp in (1, 2, 4, 7, 14)]
+    assert sizes[0] == 2 * sizes[1] == 4 * sizes[2]
+    assert sizes[3] == sizes[4] == 2 * sizes[2], "query heads of a rank cross two groups"
+
+
+def test_one_long_outlier_raises_the_logits_peak_of_a_large_vocabulary():
+    lengths = Lengths(tuple([512.0] * 99 + [9216.0]))
+    short = memory(workload=Workload(batch=100, prompt_tokens=0, response=Lengths.constant(512)))
+    outlier = memory(workload=Workload(batch=100, prompt_tokens=0, response=lengths))
+    assert outlier.active["logits"] >= 9216 * BIG.vocab * 4
+    assert outlier.active["logits"] == pytest.approx(short.active["logits"] * 9216 / 512)
+
+
+def test_vocabulary_parallelism_shares_the_logits():
+    whole, shared = (memory(layout=Layout(tp)).active["logits"] for tp in (1, 4))
+    assert shared == pytest.approx(whole / 4, rel=1e-3)
+
+
+def test_critic_and_reward_model_have_no_vocabulary_logits():
+    critic = BIG.with_head(Head.SCORE)
+    assert "logits" not in memory(CRITIC_TRAINING, critic).active
+    assert "logits" not in memory(REWARD_INFERENCE, critic).active
+    assert "logits" in memory(REFERENCE_INFERENCE).active
+
+
+def test_inference_keeps_nothing_for_a_backward_pass():
+    parts = memory(REFERENCE_INFERENCE).active
+    assert set(parts) <= {"weights", "workspace", "logits", "sync_buffers"}
+    assert memory(REFERENCE_INFERENCE, recompute=Recompute.FULL).active == parts
+
+
+def test_tensor_parallelism_keeps_the_replicated_part_of_the_activations():
+    whole = layer_bytes_per_token(BIG, 1, Recompute.NONE, 2)
+    shared = layer_bytes_per_token(BIG, 4, Recompute.NONE, 2)
+    assert whole / 4 < shared < whole
+
+
+@settings(max_examples=40, deadline=None)
+@given(values=st.lists(st.integers(0, 5000), min_size=1, max_size=40), count=st.integers(1, 60))
+def test_the_longest_samples_are_those_of_a_sorted_list(values, count):
+    lengths = Lengths(tuple(map(float, sorted(values))))
+    expected = sum(sorted(values, reverse=True)[:count])
+    assert lengths.longest_of(count, among=len(values)) == pytest.approx(expected)

@@ -1,0 +1,110 @@
+import pytest
+
+from nereus.cluster import (
+    ACCELERATORS,
+    Link,
+    cluster_from,
+    known_accelerator,
+    load_cluster,
+    nearest_accelerator,
+    parse_cluster,
+)
+from nereus.errors import ClusterError
+
+GB = 10**9
+
+
+def test_a_short_form_gives_nodes_times_devices_of_one_type():
+    cluster = parse_cluster("2x8xH200")
+    assert cluster.num_devices == 16
+    assert {len(devices) for devices in cluster.nodes.values()} == {8}
+    assert cluster.link(0, 7) is Link.INTRA_NODE
+    assert cluster.link(7, 8) is Link.INTER_NODE
+    assert cluster.device(15).memory_bytes == 141 * GB
+
+
+@pytest.mark.parametrize("text", ["8xh200", "2x8xh900", "0x8xh200", "h200"])
+def test_a_cluster_that_cannot_be_read_is_refused(text):
+    with pytest.raises(ClusterError):
+        parse_cluster(text)
+
+
+def test_an_unknown_type_lists_the_known_ones():
+    with pytest.raises(ClusterError, match="h100"):
+        parse_cluster("1x8xh900")
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("H100", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("A100-80GB", "a100"),
+        ("NVIDIA H200", "h200"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_names_of_drivers_and_users_mean_the_same_type(written, name):
+    assert known_accelerator(written).name == name
+
+
+def test_yaml_describes_mixed_types_and_counts_that_are_no_powers_of_two(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        """
+nodes:
+  - {count: 3, devices: 7, accelerator: h200}
+  - {name: old, devices: 6, accelerator: a100, memory_gb: 40}
+links: {inter_gb_per_s: 12.5}
+cores_per_node: 2
+"""
+    )
+    cluster = load_cluster(str(path))
+    assert [len(devices) for devices in cluster.nodes.values()] == [7, 7, 7, 6]
+    assert cluster.device(21).accelerator == "a100"
+    assert cluster.device(21).memory_bytes == 40 * GB
+    assert cluster.accelerator("a100").inter_node_bytes_per_s == 12.5 * GB
+    assert cluster.accelerator("h200").memory_bytes == 141 * GB
+    assert cluster.cores_per_node == 2
+
+
+def test_yaml_may_describe_a_type_the_table_lacks():
+    figures = {"tflops": 400, "memory_gb": 64, "memory_gb_per_s": 2000, "intra_gb_per_s": 200, "inter_gb_per_s": 25}
+    cluster = cluster_from({"nodes": [{"devices": 2, "accelerator": "mychip"}], "accelerators": {"mychip": figures}})
+    assert cluster.accelerator("mychip").flops_per_s == 400e12
+    with pytest.raises(ClusterError, match="accelerators"):
+        cluster_from({"nodes": [{"devices": 2, "accelerator": "mychip"}], "accelerators": {"mychip": {"tflops": 1}}})
+
+
+@pytest.mark.parametrize(
+    ("described", "named"),
+    [
+        ({"nodes": []}, "nodes"),
+        ({"nodes": [{"devices": 0, "accelerator": "h200"}]}, "devices"),
+        ({"nodes": [{"device": 8}]}, "device"),
+        ({"nodes": [{"devices": 8, "memory_gb": -1}]}, "memory_gb"),
+        ({"nodes": [{"name": "a"}, {"name": "a"}]}, "'a'"),
+        ({"nodes": [{"devices": 1}], "links": {"speed": 1}}, "speed"),
+        ("8 nodes", "nodes"),
+    ],
+)
+def test_a_described_cluster_that_is_wrong_names_the_key(described, named):
+    with pytest.raises(ClusterError, match=named):
+        cluster_from(described)
+
+
+def test_a_cluster_file_that_is_missing_or_broken_is_named(tmp_path):
+    with pytest.raises(ClusterError, match="nowhere.yaml"):
+        load_cluster(str(tmp_path / "nowhere.yaml"))
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("nodes: [")
+    with pytest.raises(ClusterError, match="broken.yaml"):
+        load_cluster(str(broken))
+
+
+def test_the_nearest_accelerator_is_the_one_with_the_closest_peaks():
+    others = [ACCELERATORS[name] for name in ("a100", "h100", "b200", "l40s")]
+    assert nearest_accelerator(ACCELERATORS["h200"], others).name == "h100"
+    assert nearest_accelerator(ACCELERATORS["a800"], others).name == "a100"
+    assert nearest_accelerator(ACCELERATORS["gb200"], others).name == "b200"
