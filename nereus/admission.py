@@ -1,7 +1,7 @@
 """Whether a better plan is worth moving to. Pure: numbers in, a verdict out.
 
-    offers (fastest first) --assess--> feasible? --> profitable? --> Admit | Decline        (a drift, a gain of devices)
-                                                 \-> fastest one --> Urgent | Decline       (the plan became invalid)
+    offers (fastest first) --assess--> feasible? --> does it pay? --> Admit | Decline       (a drift, a gain of devices)
+                                                --> the fastest ----> Urgent | Decline      (the plan became invalid)
 
 An offer pays when `saving > 0` and `transition / saving <= gamma * horizon`: the steps until the move has paid itself
 back are few beside the steps for which the new plan is expected to stay right. Nothing here knows where offers,

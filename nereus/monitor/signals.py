@@ -29,22 +29,16 @@ class LengthSummary:
     prompt_mean: float
 
     def quantiles(self) -> Lengths:
-        """A distribution with these three numbers: a power of the share up to p95, then a line to the longest.
+        """A distribution with this mean and this longest sample, near this p95.
 
-        The exponent follows from the mean: 0.95 p95 / (k + 1) + 0.05 (p95 + longest) / 2 = mean.
+        Of equal shares the last is the longest; below it a power k of the share, p95 (u / 0.95)^k, whose integral
+        0.95 p95 / (k + 1) is what the mean leaves for it, then scaled so that the mean is met.
         """
-        tail = (1 - P95) * (self.p95 + self.longest) / 2
-        body = self.mean - tail
-        exponent = max(0.0, P95 * self.p95 / body - 1) if body > 0 else NUM_QUANTILES
-        values = []
-        for i in range(NUM_QUANTILES):
-            share = (i + 0.5) / NUM_QUANTILES
-            if share <= P95:
-                values.append(self.p95 * (share / P95) ** exponent)
-            else:
-                values.append(self.p95 + (self.longest - self.p95) * (share - P95) / (1 - P95))
-        values[-1] = self.longest
-        return Lengths(tuple(sorted(max(1.0, min(value, self.longest)) for value in values)))
+        left = self.mean - self.longest / NUM_QUANTILES
+        exponent = max(0.0, P95 * self.p95 / left - 1) if left > 0 else float(NUM_QUANTILES)
+        body = [self.p95 * ((i + 0.5) / NUM_QUANTILES / P95) ** exponent for i in range(NUM_QUANTILES - 1)]
+        scale = left * NUM_QUANTILES / sum(body) if left > 0 else 1.0
+        return Lengths((*(max(1.0, min(value * scale, self.longest)) for value in body), self.longest))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ every replan, rejected ones too. A change of the devices, or memory that is pred
 
 import dataclasses
 import enum
+import statistics
 from collections.abc import Iterable, Mapping
 
 HORIZON_WEIGHT = 0.5
@@ -65,14 +66,9 @@ class Drift:
 
     @property
     def smoothed(self) -> float | None:
-        """Mean of the window without its lowest and highest value (of a window of 1 or 2, its mean); None until full.
-
-        One outlier, however far, moves it by nothing.
-        """
-        if len(self.window) < self.size:
-            return None
-        kept = sorted(self.window)[1:-1] if self.size > 2 else self.window
-        return sum(kept) / len(kept)
+        """Median of the window, None until it is full: noise and outliers are damped, and a lasting change shows at its
+        full height at once, so that it fires once."""
+        return statistics.median(self.window) if len(self.window) == self.size else None
 
     def seen(self, value: float) -> tuple["Drift", Trigger | None]:
         """The state after one more step, and the trigger if that step crossed."""
