@@ -22,10 +22,11 @@ TINY = ModelSpec(
     family="qwen3", num_layers=5, hidden=64, num_heads=12, num_kv_heads=4, head_dim=16, ffn=100, vocab=515, qk_norm=True
 )
 BIG = MODELS["qwen2.5-7b"]
+ONE = Layout()
 PLAIN = Workload(batch=64, prompt_tokens=100, response=Lengths.constant(400))
 
 
-def memory(model_stage=ACTOR_TRAINING, spec=BIG, layout=Layout(), **changes):
+def memory(model_stage=ACTOR_TRAINING, spec=BIG, layout=ONE, **changes):
     settings = {"dp": 1, "workload": PLAIN, "micro_batch": 1, "recompute": Recompute.NONE, "precision": BF16}
     return stage_memory(model_stage, spec, layout, **(settings | changes))
 
