@@ -8,12 +8,14 @@ Neither names the other's implementation. Values that cross them are frozen.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from nereus.cluster import Cluster
+from nereus.errors import GroupError, UpdateAborted, WorkerError
 from nereus.plan import ModelStage, Plan
 
 if TYPE_CHECKING:
@@ -140,24 +142,33 @@ class Pool(abc.ABC):
         """End all workers and whatever was started for them; may be called twice."""
 
 
-def gather(calls: Mapping[int, Future[T]], *, timeout: timedelta) -> dict[int, T]:
-    """Results by device of calls that ran at once. Every call is waited for; then the first error is raised."""
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
-    for device, future in calls.items():
-        error = future.exception(timeout.total_seconds())
-        if error is None:
-            results[device] = future.result()
-        else:
-            errors.append(error)
+def gather(
+    calls: Mapping[int, Future[T]], task: str, *, timeout: timedelta, grace: timedelta | None = None
+) -> dict[int, T]:
+    """Results by device of calls that ran at once; the first error is raised once the others have ended.
+
+    A call that has not ended within `timeout`, or where `grace` is given within `grace` of the first error, is a
+    WorkerError that names the device and `task`: its peers' errors are only that they waited in vain.
+    """
+    pending = set(calls.values())
+    deadline = time.monotonic() + timeout.total_seconds()
+    failed = False
+    while pending and (left_s := deadline - time.monotonic()) > 0:
+        done, pending = wait(pending, timeout=left_s, return_when=FIRST_EXCEPTION if not failed else ALL_COMPLETED)
+        if not failed and any(future.exception() is not None for future in done):
+            failed = True
+            if grace is not None:
+                deadline = min(deadline, time.monotonic() + grace.total_seconds())
+    errors = [error for future in calls.values() if future.done() and (error := future.exception()) is not None]
+    late = [device for device, future in calls.items() if not future.done()]
+    if late:
+        limit = f"within {timeout.total_seconds():g} s" if not errors else f"while its peers gave up: {errors[0]}"
+        errors.append(WorkerError(late[0], task, f"no answer {limit}"))
     if errors:
         raise _root_cause(errors)
-    return results
+    return {device: future.result() for device, future in calls.items()}
 
 
-def _root_cause(errors: list[Any]) -> BaseException:
+def _root_cause(errors: Sequence[BaseException]) -> BaseException:
     """The error that is not merely another rank's failure seen from here, where there is one."""
-    from nereus.errors import GroupError, UpdateAborted
-
-    first: BaseException = next((e for e in errors if not isinstance(e, GroupError | UpdateAborted)), errors[0])
-    return first
+    return next((error for error in errors if not isinstance(error, GroupError | UpdateAborted)), errors[0])

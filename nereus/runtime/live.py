@@ -27,7 +27,7 @@ from nereus.engines.generate import Completion, Request
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.state import state_dtypes
 from nereus.engines.train import UpdateResult
-from nereus.errors import TransitionAborted
+from nereus.errors import ClusterError, TransitionAborted
 from nereus.plan import ACTOR_GENERATION, ModelStage, Plan, Role, Stage
 from nereus.runtime.base import Pool, Runtime, StepReport, TransitionReport, gather
 from nereus.runtime.movers import PoolMovers
@@ -46,6 +46,8 @@ T = TypeVar("T")
 
 VALIDATION_SEED = 0x5EED
 """Added to the seed for held-out prompts, whose places overlap those of training prompts."""
+GRACE = timedelta(seconds=2)
+"""How long after the first error of a task the other ranks may take to answer; then they are called late."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class LiveStages(Stages):
                 calls[device] = self._pool.call(
                     device, Worker.generate, self.generation, ACTOR_GENERATION, piece, params
                 )
-        results = gather(calls, timeout=self._setup.timeout)
+        results = gather(calls, f"{ACTOR_GENERATION}", timeout=self._setup.timeout, grace=GRACE)
         tokens = {(r.place, r.index): tuple(r.tokens) for r in requests}
         return [
             Sample(c.place, c.index, tokens[c.place, c.index], c.tokens, c.finished, version)
@@ -132,7 +134,7 @@ class LiveStages(Stages):
             shared = self._pool.share(piece)
             for device in unit:
                 calls[device] = call(device, shared)
-        return gather(calls, timeout=self._setup.timeout)
+        return gather(calls, f"{model_stage}", timeout=self._setup.timeout, grace=GRACE)
 
 
 def _joined(results: Sequence[UpdateResult]) -> Update:
@@ -146,13 +148,16 @@ def _joined(results: Sequence[UpdateResult]) -> Update:
 
 
 class LiveRuntime(Runtime):
-    """A job on the workers of a pool. `start` before anything else."""
+    """A job on the workers of a pool. `start` before anything else.
+
+    A generation's number is never used twice, not even after an abort: groups are named after it.
+    """
 
     def __init__(self, pool: Pool, setup: JobSetup, plan: Plan) -> None:
         self._pool, self._setup = pool, setup
         self._stages = LiveStages(pool, setup)
         self._loop = Loop(setup.workflow, setup.algorithm, self._stages, setup.score, seed=setup.seed)
-        self._initial = plan
+        self._initial, self._generations = plan, 0
         self._movers = PoolMovers(pool, setup.roles, timeout=setup.timeout)
 
     def start(self) -> None:
@@ -199,14 +204,22 @@ class LiveRuntime(Runtime):
         dag = self.transition_dag(target)
         if isinstance(dag, Infeasible):
             raise TransitionAborted("plan", dag.reason)
-        current, generation = self.plan, self._stages.generation + 1
-        started = [device for device in target.devices if device not in self._pool.devices]
-        self._pool.start(started)
-        execution = Execution(dag, self._movers, states=self._state_kinds, generation=generation, node_of=self._node_of)
+        current, started = self.plan, [device for device in target.devices if device not in self._pool.devices]
+        self._generations += 1
+        generation = self._generations
+        execution = Execution(
+            dag,
+            self._movers,
+            states=self._state_kinds,
+            generation=generation,
+            current_generation=self._stages.generation,
+            node_of=self._node_of,
+        )
         try:
+            self._pool.start(started)
             report = execution.run(lambda: self._commit(target, generation))
-        except TransitionAborted:
-            self._pool.stop(started)
+        except (TransitionAborted, ClusterError):
+            self._pool.stop([device for device in started if device in self._pool.devices])
             raise
         self._pool.stop([device for device in current.devices if device not in target.devices])
         return report
@@ -264,4 +277,4 @@ class LiveRuntime(Runtime):
     ) -> dict[int, T]:
         """Call a method on several workers at once and wait for all."""
         calls = {device: self._pool.call(device, method, *args, **kwargs) for device in devices}
-        return gather(calls, timeout=self._setup.timeout)
+        return gather(calls, method.__name__, timeout=self._setup.timeout)

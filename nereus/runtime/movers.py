@@ -46,8 +46,8 @@ class PoolMovers(Movers):
 
     def _each(self, devices: Mapping[int, object], call: Callable[[int], tuple[Any, ...]]) -> dict[int, Any]:
         """One call a device, all at once."""
-        calls = {}
+        calls, task = {}, ""
         for device in devices:
             method, *args = call(device)
-            calls[device] = self._pool.call(device, method, *args)
-        return gather(calls, timeout=self._timeout)
+            calls[device], task = self._pool.call(device, method, *args), method.__name__
+        return gather(calls, task, timeout=self._timeout)

@@ -1,11 +1,15 @@
 """Which groups a rank of a model-stage belongs to. Pure, but for joining them."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+from nereus.cluster import Link
+from nereus.engines.meter import Meter
 from nereus.engines.train import RankGroups, vote_timeout
+from nereus.errors import GroupError
 from nereus.model import ModelSpec
 from nereus.plan import ModelStage, StagePlan
 from nereus.runtime.groups import BackendName, Group, GroupSpec
@@ -49,16 +53,42 @@ def join_groups(
 ) -> RankGroups:
     """Join every group in one order that is the same on all ranks, so joins cannot wait for each other in a circle.
 
-    Groups that only training uses (dp, tie, all) stay single where the model-stage does not train.
+    Groups that only training uses (dp, tie, all) stay single where the model-stage does not train. Raises GroupError
+    where a peer did not come; the groups joined before are closed.
     """
+    joined: list[Group] = []
 
     def join(spec: GroupSpec, used: bool = True, wait: timedelta = timeout) -> Group:
-        return spec.join(store, device, timeout=wait, backend=backend) if used else Group.single(spec.name)
+        joined.append(spec.join(store, device, timeout=wait, backend=backend) if used else Group.single(spec.name))
+        return joined[-1]
 
-    return RankGroups(
-        tp=join(specs.tp),
-        pp=join(specs.pp),
-        dp=join(specs.dp, trains),
-        tie=join(specs.tie, trains),
-        all=join(specs.all, trains, vote_timeout(timeout)),
-    )
+    try:
+        return RankGroups(
+            tp=join(specs.tp),
+            pp=join(specs.pp),
+            dp=join(specs.dp, trains),
+            tie=join(specs.tie, trains),
+            all=join(specs.all, trains, vote_timeout(timeout)),
+        )
+    except GroupError:
+        for group in joined:
+            group.close()
+        raise
+
+
+def _link(spec: GroupSpec, nodes: Mapping[int, str]) -> Link:
+    return Link.INTRA_NODE if len({nodes[device] for device in spec.devices}) == 1 else Link.INTER_NODE
+
+
+def _observed(meter: Meter, size: int, link: Link, operation: str, num_bytes: int, seconds: float) -> None:
+    """Count a collective as the planner does: the bytes a rank puts on the wire."""
+    if operation in WIRE_FACTOR:
+        meter.add(f"{operation}@{link}", WIRE_FACTOR[operation](size) * num_bytes, seconds)
+
+
+WIRE_FACTOR: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda size: 2 * (size - 1) / size,
+    "all_gather": lambda size: size - 1,
+    "point_to_point": lambda size: 1,
+}
+"""Bytes a rank sends for each byte of its tensor, by operation and group size."""

@@ -141,12 +141,13 @@ class Residents:
             self._drop(key)
 
     def free(self, generation: int) -> None:
-        """Forget a generation and free every buffer that no other generation names, staged ones included."""
+        """Forget a generation with its kept groups, and free every buffer that no other generation names, staged ones
+        included."""
         self._generations.pop(generation, None)
         named = {key for stages in self._generations.values() for key in stages.values()}
         for key in [key for key in self._buffers if key not in named]:
             self._drop(key)
-        for name in list(self._groups):
+        for name in [name for name in self._groups if name.startswith(f"g{generation}/")]:
             self._groups.pop(name).close()
 
     def _drop(self, key: BufferKey) -> None:

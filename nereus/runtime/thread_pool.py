@@ -74,7 +74,7 @@ class ThreadPool(Pool):
 def _named(device: int, method: Callable[Concatenate[Worker, P], T]) -> Callable[Concatenate[Worker, P], T]:
     """The method with errors that name the device and the task."""
 
-    def run(worker: Worker, *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(worker: Worker, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(worker, *args, **kwargs)
         except NereusError:

@@ -25,6 +25,7 @@ from nereus.engines.score import score
 from nereus.engines.state import Counters, UnitState, state_dtypes
 from nereus.engines.train import AdamW, RankGroups, Trainer, UpdateResult
 from nereus.engines.transformer import StageModel
+from nereus.errors import UpdateAborted
 from nereus.model import ModelSpec
 from nereus.plan import ModelStage, Plan, Role, Stage
 from nereus.runtime.base import WorkerSettings
@@ -61,6 +62,7 @@ class Seat:
     Engines are made when first used, and dropped when the state goes that they were made on.
     """
 
+    holder: ModelStage
     state: UnitState
     groups: RankGroups
     setup: RoleSetup
@@ -121,8 +123,9 @@ class Worker:
             groups = join_groups(
                 specs, self._store, self.device, timeout=self._settings.timeout, backend=backend, trains=trains
             )
-            state = self.residents.state(generation, plan.holder(model_stage))
-            self._seats[generation, model_stage] = Seat(state, groups, setup)
+            holder = plan.holder(model_stage)
+            state = self.residents.state(generation, holder)
+            self._seats[generation, model_stage] = Seat(holder, state, groups, setup)
 
     def load(self, generation: int) -> None:
         """Fill the parameters of a generation from each role's folder, reading only this rank's boxes."""
@@ -134,7 +137,7 @@ class Worker:
         self, generation: int, model_stage: ModelStage, requests: Sequence[Request], params: SamplingParams
     ) -> tuple[list[Completion], int] | None:
         """The unit's completions and their policy version, on the rank that reports."""
-        seat = self._seats[generation, model_stage]
+        seat = self._seat(generation, model_stage)
         if seat.generator is None:
             seat.generator = Generator(
                 seat.inference_model(),
@@ -150,7 +153,7 @@ class Worker:
         self, generation: int, model_stage: ModelStage, batch: RolloutBatch, kind: OutputKind
     ) -> torch.Tensor | None:
         """Forward only over the unit's share: [T] or [N] in its order, on the rank that reports."""
-        seat = self._seats[generation, model_stage]
+        seat = self._seat(generation, model_stage)
         model = seat.inference_model()
         pipeline = Pipeline(model, seat.groups.pp)
         setup, local = seat.setup, batch.to(self._settings.device)
@@ -161,11 +164,23 @@ class Worker:
         self, generation: int, model_stage: ModelStage, batch: RolloutBatch, objective: Objective
     ) -> UpdateResult:
         """This rank's part in one update of the model-stage."""
-        seat = self._seats[generation, model_stage]
+        seat = self._seat(generation, model_stage)
         if seat.trainer is None:
             assert seat.setup.optimizer is not None, f"{model_stage} has no optimizer"
             seat.trainer = Trainer(seat.state, seat.groups, seat.setup.optimizer, temperature=seat.setup.temperature)
-        return seat.trainer.update(batch.to(self._settings.device), objective, micro_batch=seat.setup.micro_batch)
+        try:
+            return seat.trainer.update(batch.to(self._settings.device), objective, micro_batch=seat.setup.micro_batch)
+        except UpdateAborted as error:
+            raise UpdateAborted(f"worker {self.device}, update of {model_stage}: {error}") from error
+
+    def _seat(self, generation: int, model_stage: ModelStage) -> Seat:
+        """The seat with the state it computes on now: a refill after an abort puts another in its place."""
+        seat = self._seats[generation, model_stage]
+        state = self.residents.state(generation, seat.holder)
+        if state is not seat.state:
+            seat.drop_engines()
+            seat.state = state
+        return seat
 
     def prepare(self, order: DeviceOrder) -> Export | None:
         """First call of a move: allocate the target, export the source."""
