@@ -12,7 +12,7 @@ import torch
 
 from nereus.boxes import shards
 from nereus.engines.state import Counters, StateKind, UnitState, shard_view
-from nereus.errors import NereusError, WorkerError
+from nereus.errors import GroupError, NereusError, WorkerError
 from nereus.model import ModelSpec
 from nereus.plan import ModelStage, Plan
 from nereus.runtime.groups import Group, GroupSpec
@@ -112,7 +112,7 @@ class ThreadMovers(Movers):
             futures[device] = worker.thread.submit(run, worker, argument, delay_s)
         errors = [error for future in futures.values() if (error := future.exception(120)) is not None]
         if errors:
-            raise errors[0]
+            raise next((error for error in errors if not isinstance(error, GroupError)), errors[0])
         return {device: future.result() for device, future in futures.items()}
 
     def _inject(self, worker: ThreadWorker, point: str) -> None:

@@ -6,14 +6,16 @@ live side by side. Nothing here knows plans, layouts or state.
 The store that ranks meet at is `store.py`; it lives in the driver, not on a worker.
 """
 
+import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, Protocol, cast
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import ReduceOp
 
 from nereus.errors import GroupError
@@ -44,7 +46,7 @@ class Waitable(Protocol):
 class ProcessGroup(Protocol):
     """The methods of torch's process groups that `Group` calls; none of them looks a rank up in a global world."""
 
-    def allreduce(self, tensors: Tensors, *, op: Any) -> Waitable: ...
+    def allreduce(self, tensors: Tensors, options: Any) -> Waitable: ...
     def allgather(self, outputs: list[Tensors], inputs: Tensors) -> Waitable: ...
     def broadcast(self, tensor: torch.Tensor, root: int) -> Waitable: ...
     def barrier(self) -> Waitable: ...
@@ -53,7 +55,7 @@ class ProcessGroup(Protocol):
     def abort(self) -> None: ...
 
 
-_OPERATORS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+_OPERATORS: dict[Operator, Any] = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
 
 class Work:
@@ -86,34 +88,39 @@ class Group:
     backend: BackendName
     process_group: ProcessGroup | None = dataclasses.field(repr=False)
     store: Store | None = dataclasses.field(default=None, repr=False)
+    observe: Callable[[str, int, float], None] | None = dataclasses.field(default=None, repr=False)
+    """Told of every collective and receive: (operation, bytes of the tensor, seconds, waiting for peers included)."""
 
     @classmethod
     def single(cls, name: str = "single") -> "Group":
         """The group of one rank: free, and every collective leaves its tensor as it is."""
         return cls(name, 0, 1, timedelta(0), "gloo", None)
 
-    def all_reduce(self, tensor: torch.Tensor, op: Operator = "sum") -> None:
-        """Reduce in place over all ranks."""
+    def all_reduce(self, tensor: torch.Tensor, op: Operator = "sum", *, timeout: timedelta | None = None) -> None:
+        """Reduce in place over all ranks; `timeout` replaces the group's."""
         if self.size > 1:
-            self._run("all_reduce", lambda group: group.allreduce([tensor], op=_OPERATORS[op]))
+            options = AllreduceOptions()
+            options.reduceOp = _OPERATORS[op]
+            options.timeout = timeout or self.timeout
+            self._run("all_reduce", tensor, lambda group: group.allreduce([tensor], options))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensor of each rank, in rank order; a copy, except that a group of one returns the tensor itself."""
         if self.size == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._run("all_gather", lambda group: group.allgather([gathered], [tensor]))
+        self._run("all_gather", tensor, lambda group: group.allgather([gathered], [tensor]))
         return gathered
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Fill the tensor on every rank with that of rank `source`."""
         if self.size > 1:
-            self._run("broadcast", lambda group: group.broadcast(tensor, source))
+            self._run("broadcast", tensor, lambda group: group.broadcast(tensor, source))
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self.size > 1:
-            self._run("barrier", lambda group: group.barrier())
+            self._run("barrier", None, lambda group: group.barrier())
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
         """Start to send; leave the tensor unchanged until the work is waited for. Any tensor, no global order."""
@@ -125,7 +132,9 @@ class Group:
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> None:
         """Receive into the tensor and return when it is there."""
+        begun = time.perf_counter()
         self.irecv(tensor, peer, tag).wait()
+        self._tell("point_to_point", tensor, begun)
 
     def agree(self, fingerprint: int, *, device: torch.device | None = None) -> None:
         """Raise GroupError on every rank unless all came with the same 63-bit fingerprint of what they will do."""
@@ -136,14 +145,25 @@ class Group:
     def close(self) -> None:
         """Give the group up: pending operations end with an error, threads and connections go with the last user.
 
-        Where a peer is stopped rather than dead the connections go when the peer does; kill it first.
+        Its name is free again when every rank has closed it. Close only after a collective (or a failure) has shown
+        that every rank has joined or given up. Where a peer is stopped rather than dead the connections go when the
+        peer does; kill it first.
         """
         if self.process_group is not None:
             self.process_group.abort()
             self.process_group = None
+            _forget(self.store, self.name)
+            self.store = None
 
-    def _run(self, what: str, start: Callable[[ProcessGroup], Waitable]) -> None:
+    def _run(self, what: str, tensor: torch.Tensor | None, start: Callable[[ProcessGroup], Waitable]) -> None:
+        begun = time.perf_counter()
         _wait(f"{self.name}, {what}", self._begin(what, start))
+        if tensor is not None:
+            self._tell(what, tensor, begun)
+
+    def _tell(self, what: str, tensor: torch.Tensor, begun: float) -> None:
+        if self.observe is not None:
+            self.observe(what, tensor.numel() * tensor.element_size(), time.perf_counter() - begun)
 
     def _start(self, what: str, tensor: torch.Tensor, start: Callable[[ProcessGroup], Waitable]) -> Work:
         return Work(f"{self.name}, {what}", self._begin(what, start), tensor)
@@ -181,17 +201,16 @@ def build_group(
 ) -> Group:
     """Join the group `name` as `rank`; returns when all `size` ranks have joined, GroupError after `timeout`.
 
-    A name serves once: what an earlier group left in the store would be taken for the new one.
+    A name can be used again when every rank of its earlier group has closed it or failed to join it.
     """
     if size == 1:
         return dataclasses.replace(Group.single(name), timeout=timeout, backend=backend)
     build = {"gloo": _build_gloo, "nccl": _build_nccl}[backend]
     try:
         process_group = build(store, name, rank, size, timeout)
-    except RuntimeError as error:
+    except (RuntimeError, GroupError) as error:
+        _forget(store, name)
         raise GroupError(f"group {name}", _first_line(error)) from None
-    except GroupError as error:
-        raise GroupError(f"group {name}", str(error)) from None
     return Group(name, rank, size, timeout, backend, process_group, store)
 
 
@@ -219,6 +238,13 @@ def _gloo_device(address: str) -> Any:
     return ProcessGroupGloo.create_device(hostname=address)
 
 
+def _forget(store: Store | None, name: str) -> None:
+    """Remove what a group left in its corner of the store; where the store is gone so is that."""
+    if isinstance(store, KeyValueStore):
+        with contextlib.suppress(GroupError):
+            store.forget(f"{name}/")
+
+
 def _wait(what: str, work: Waitable) -> None:
     try:
         work.wait()
@@ -226,5 +252,5 @@ def _wait(what: str, work: Waitable) -> None:
         raise GroupError(what, _first_line(error)) from None
 
 
-def _first_line(error: RuntimeError) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]

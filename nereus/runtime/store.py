@@ -93,6 +93,7 @@ class _Server:
             b"check": self._check,
             b"wait": self._wait,
             b"delete": self._delete,
+            b"forget": self._forget,
             b"count": self._count,
         }
 
@@ -167,6 +168,12 @@ class _Server:
     async def _delete(self, keys: Fields) -> Fields:
         return [b"%d" % (self._values.pop(keys[0], None) is not None)]
 
+    async def _forget(self, prefixes: Fields) -> Fields:
+        found = [key for key in self._values if key.startswith(prefixes[0])]
+        for key in found:
+            del self._values[key]
+        return [b"%d" % len(found)]
+
     async def _count(self, _: Fields) -> Fields:
         return [b"%d" % len(self._values)]
 
@@ -210,6 +217,10 @@ class KeyValueStore(Store):
 
     def delete_key(self, key: str) -> bool:
         return self._call("delete", key)[0] == b"1"
+
+    def forget(self, prefix: str) -> int:
+        """Delete every key that starts so; returns how many there were."""
+        return int(self._call("forget", prefix)[0])
 
     def num_keys(self) -> int:
         return int(self._call("count")[0])

@@ -16,10 +16,11 @@ is not known here: `Movers` is all there is of them.
 
 import abc
 import concurrent.futures
+import contextlib
 import dataclasses
 import enum
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from nereus.engines.state import Counters
 from nereus.errors import NereusError, TransitionAborted
@@ -135,6 +136,17 @@ def _verify(order: MoveOrder, digests: Mapping[int, DeviceDigests]) -> None:
         raise TransitionAborted(order.key, problem)
 
 
+@contextlib.contextmanager
+def _named(operation: str) -> Iterator[None]:
+    """Any failure of a worker inside is the failure of the operation."""
+    try:
+        yield
+    except TransitionAborted as error:
+        raise TransitionAborted(operation, error.problem) from error
+    except NereusError as error:
+        raise TransitionAborted(operation, str(error)) from error
+
+
 class Phase(enum.Enum):
     """STAGING -> COMMITTED -> DONE, or STAGING -> ABORTED."""
 
@@ -154,14 +166,16 @@ class Execution:
         *,
         states: Mapping[ModelStage, StageKinds],
         generation: int,
+        current_generation: int | None = None,
         node_of: Callable[[int], str] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         verify: bool = True,
     ) -> None:
-        """generation: of the target plan; the current plan has the one before."""
+        """generation: of the target plan; current_generation: of the plan in force, the one before if not given."""
         self.dag, self.phase = dag, Phase.STAGING
         self.ledger = Ledger(dag.current)
         self._movers, self._states, self._generation = movers, states, generation
+        self._current_generation = generation - 1 if current_generation is None else current_generation
         self._node_of, self._bucket_bytes, self._verify = node_of, bucket_bytes, verify
         self.problems: list[NereusError] = []
         self._reports: dict[int, MoveReport] = {}
@@ -171,21 +185,20 @@ class Execution:
 
         Raises TransitionAborted before it, and after it the WorkerError of a worker lost while old buffers went.
         """
-        begun, operation_name = time.monotonic(), "seat"
+        begun = time.monotonic()
         staged = self.dag.operations[: self.dag.num_staged]
         try:
             self._run_all(staged)
-            self._movers.seat(self._generation, self.dag.target)
-        except NereusError as error:
-            if isinstance(error, TransitionAborted):
-                operation_name = error.operation
+            with _named(f"seat generation {self._generation}"):
+                self._movers.seat(self._generation, self.dag.target)
+        except TransitionAborted:
             self._abort()
-            raise TransitionAborted(operation_name, str(error)) from error
+            raise
         commit()
         self.phase = Phase.COMMITTED
         for operation in self.dag.operations[self.dag.num_staged :]:
             self._release(operation)
-        self._movers.retire(self._generation - 1)
+        self._movers.retire(self._current_generation)
         self.phase = Phase.DONE
         return self._report(time.monotonic() - begun)
 
@@ -213,11 +226,12 @@ class Execution:
         return shared | (set(self.dag.after(operation.id)) & staged)
 
     def _run_one(self, operation: Operation) -> None:
-        if operation.acquires:
-            order = self.order_of(operation)
-            self._reports[operation.id] = run_move(self._movers, order, verify=self._verify)
-            self.ledger.acquired(operation)
-        self._release(operation)
+        with _named(operation.name):
+            if operation.acquires:
+                order = self.order_of(operation)
+                self._reports[operation.id] = run_move(self._movers, order, verify=self._verify)
+                self.ledger.acquired(operation)
+            self._release(operation)
 
     def order_of(self, operation: Operation) -> MoveOrder:
         """The move that an operation stands for."""

@@ -41,13 +41,9 @@ class Ledger:
 
         Raises TransitionAborted, and strikes nothing out, where no whole copy of the model-stage would live.
         """
-        stage = operation.source_stage
-        found = {
-            device: key
-            for device in operation.releases
-            for key in self._live[stage][device]
-            if key.layout == operation.source_layout
-        }
+        stage, ranks = operation.source_stage, operation.source_ranks()
+        found = {d: BufferKey(stage, operation.source_layout, ranks[d]) for d in operation.releases}
+        found = {device: key for device, key in found.items() if key in self._live[stage][device]}
         for device, key in found.items():
             self._live[stage][device].discard(key)
         if not self._copy_lives(stage):

@@ -114,7 +114,9 @@ def test_a_silent_peer_ends_a_collective_at_the_timeout_of_the_rebuilt_group() -
 
     def rank_main(rank: int, store: StoreFactory) -> float:
         client = store()
-        build_group(client, "first", rank=rank, size=2, timeout=SHORT).close()
+        first = build_group(client, "first", rank=rank, size=2, timeout=SHORT)
+        first.barrier()
+        first.close()
         group = build_group(client, "second", rank=rank, size=2, timeout=SHORT)
         if rank == 1:
             finished.wait(30)
@@ -173,9 +175,32 @@ def test_building_and_closing_groups_leaks_neither_threads_nor_descriptors() -> 
 def test_a_closed_group_refuses_rather_than_doing_nothing() -> None:
     def rank_main(rank: int, store: StoreFactory) -> str:
         group = build_group(store(), "closed", rank=rank, size=2, timeout=LONG)
+        group.barrier()
         group.close()
         with pytest.raises(GroupError, match="is closed"):
             group.all_reduce(torch.ones(1))
         return "refused"
 
     assert run_threads(2, rank_main) == ["refused"] * 2
+
+
+def test_a_name_serves_again_after_all_ranks_closed_or_failed() -> None:
+    def rank_main(rank: int, store: StoreFactory) -> float:
+        client = store()
+        if rank < 2:
+            with pytest.raises(GroupError, match="group again"):
+                build_group(client, "again", rank=rank, size=3, timeout=SHORT)
+        value = torch.ones(1)
+        client.add("failed", 1)
+        while client.add("failed", 0) < 3:
+            time.sleep(0.01)
+        for _ in range(5):
+            group = build_group(client, "again", rank=rank, size=3, timeout=LONG)
+            group.all_reduce(value)
+            group.close()
+            client.add("closed", 1)
+            while client.add("closed", 0) % 3:
+                time.sleep(0.01)
+        return value.item()
+
+    assert run_threads(3, rank_main) == [3.0**5] * 3
