@@ -16,6 +16,7 @@ import torch
 
 from nereus.engines.state import StateKind
 from nereus.engines.transformer import PackedAttention, Packing, StageModel, repeats_of
+from nereus.planner.operations import Op
 
 
 class KvCache:
@@ -114,6 +115,9 @@ class CachedAttention:
         self._cache, self._num_decode = cache, num_decode
         self._prompts = prompts
         self._over_prompts = PackedAttention(prompts[0], model) if prompts is not None else None
+        self.operation: str = Op.ATTENTION_DECODE
+        self.gemm: str = Op.DECODE_GEMM if prompts is None else Op.GEMM
+        self.work: float = 2 * num_decode * length * cache.num_heads * model.spec.head_dim * cache.keys.element_size()
         if not num_decode:
             return
         head_dim, shared = model.spec.head_dim, model.num_heads // cache.num_heads

@@ -9,20 +9,35 @@ How queries, keys and values become outputs is the caller's `Attend`: whole sequ
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nereus.boxes import Shard, axis_range, layer_range
+from nereus.engines.meter import Meter
 from nereus.engines.parallel import copy_to_ranks, embed, sum_over_ranks
 from nereus.engines.state import StateKind, UnitState, fused_view
 from nereus.model import Axis, Head, ModelSpec
+from nereus.planner.operations import Op, causal_pairs
 from nereus.runtime.groups import Group
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(local layer index, q [T, heads/tp, D], k [T, kv, D], v [T, kv, D]) -> [T, heads/tp, D]."""
+
+class Attend(Protocol):
+    """How the queries, keys and values of a layer become outputs.
+
+    operation, work: its class and the work of one layer, for the meter; gemm: the class of the products around it.
+    """
+
+    operation: str
+    gemm: str
+    work: float
+
+    def __call__(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /) -> torch.Tensor:
+        """(local layer index, q [T, heads/tp, D], k [T, kv, D], v [T, kv, D]) -> [T, heads/tp, D]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +72,8 @@ class StageModel:
         self.first_row = axis_range(spec, Axis.VOCAB, layout.tp, self.tp_rank).start
         self._eps = state.flats[StateKind.PARAM].new_full((1,), spec.rms_eps)
         self._grads = grads
+        self.meter: Meter | None = None
+        self._gemm: str = Op.GEMM
         self.layers = [self._layer_weights(i) for i in layer_range(spec.num_layers, layout.pp, self.pp_rank)]
         embedding = self._leaf(["model.embed_tokens.weight"]) if self.is_first or (spec.tied and self.is_last) else None
         self.embedding = embedding
@@ -105,6 +122,7 @@ class StageModel:
 
     def body(self, hidden: torch.Tensor, rope: "Rope", attend: Attend) -> torch.Tensor:
         """This stage's layers over packed hidden states [T, H]."""
+        self._gemm = attend.gemm
         for index, weights in enumerate(self.layers):
             if self.recompute and hidden.requires_grad:
                 step = functools.partial(self._layer, weights=weights, rope=rope, attend=attend, index=index)
@@ -118,11 +136,28 @@ class StageModel:
     ) -> torch.Tensor:
         normed = copy_to_ranks(self._norm(hidden, weights.input_norm), self.tp)
         q, k, v = self._qkv(normed, weights, rope)
-        attended = attend(index, q, k, v).reshape(hidden.shape[0], -1)
-        hidden = hidden + sum_over_ranks(functional.linear(attended, weights.o), self.tp)
+        attended = self._attend(attend, index, q, k, v).reshape(hidden.shape[0], -1)
+        hidden = hidden + sum_over_ranks(self._linear(attended, weights.o), self.tp)
         normed = copy_to_ranks(self._norm(hidden, weights.post_norm), self.tp)
-        gate, up = functional.linear(normed, weights.gate_up).chunk(2, -1)
-        return hidden + sum_over_ranks(functional.linear(functional.silu(gate) * up, weights.down), self.tp)
+        gate, up = self._linear(normed, weights.gate_up).chunk(2, -1)
+        return hidden + sum_over_ranks(self._linear(functional.silu(gate) * up, weights.down), self.tp)
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] times weight [out, in] transposed; measured where there is a meter."""
+        if self.meter is None:
+            return functional.linear(x, weight, bias)
+        begun = time.perf_counter()
+        result = functional.linear(x, weight, bias)
+        decodes = self._gemm == Op.DECODE_GEMM
+        work = weight.numel() * weight.element_size() if decodes else 2 * x.shape[0] * weight.numel()
+        self.meter.add(self._gemm, work, time.perf_counter() - begun)
+        return result
+
+    def _attend(self, attend: Attend, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.meter is None:
+            return attend(index, q, k, v)
+        with self.meter.time(attend.operation, attend.work):
+            return attend(index, q, k, v)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if weight is None:
@@ -134,7 +169,7 @@ class StageModel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotated q [T, h, D], rotated k [T, kv, D] and v [T, kv, D] of this rank."""
         heads, kv = self.num_heads, self.num_kv_heads
-        qkv = functional.linear(normed, weights.qkv, weights.qkv_bias).view(-1, heads + 2 * kv, self.spec.head_dim)
+        qkv = self._linear(normed, weights.qkv, weights.qkv_bias).view(-1, heads + 2 * kv, self.spec.head_dim)
         qk, v = qkv.split_with_sizes([heads + kv, kv], 1)
         if weights.q_norm is not None and weights.k_norm is not None:
             q, k = qk.split_with_sizes([heads, kv], 1)
@@ -254,8 +289,13 @@ class PackedAttention:
     Sequences are padded on the right for the attention only; padded rows are computed and dropped.
     """
 
+    operation: str = Op.ATTENTION
+    gemm: str = Op.GEMM
+
     def __init__(self, packing: Packing, model: StageModel):
         self._packing = packing
+        pairs = sum(causal_pairs(length, model.spec.sliding_window) for length in packing.lengths)
+        self.work = 4 * pairs * model.num_heads * model.spec.head_dim
         # Even groups of query heads are the kernel's to match with KV heads; uneven ones get a KV head each.
         self._kv_of_head = model.kv_of_head if repeats_of(model.kv_of_head) is None else None
         self._mask = causal_window_mask(packing.longest, model.spec.sliding_window, packing.slots.device)

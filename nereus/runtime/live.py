@@ -30,7 +30,7 @@ from nereus.engines.train import UpdateResult
 from nereus.errors import ClusterError, TransitionAborted
 from nereus.plan import ACTOR_GENERATION, ModelStage, Plan, Role, Stage
 from nereus.runtime.base import Pool, Runtime, StepReport, TransitionReport, gather
-from nereus.runtime.movers import PoolMovers
+from nereus.runtime.movers import PoolMovers, nodes_of
 from nereus.runtime.schedule import run_tasks
 from nereus.runtime.worker import RoleSetup, Worker
 from nereus.transition.cost import DeviceTable, Rates, StageState
@@ -166,7 +166,7 @@ class LiveRuntime(Runtime):
         self._setup.workflow.check_plan(plan)
         self._pool.start(plan.devices)
         self._on(plan.devices, Worker.allocate, generation, plan, self._setup.roles)
-        self._on(plan.devices, Worker.seat, generation, plan, self._setup.roles)
+        self._on(plan.devices, Worker.seat, generation, plan, self._setup.roles, nodes_of(self._pool))
         self._on(plan.devices, Worker.load, generation)
         self._stages.plan, self._stages.generation = plan, generation
 
@@ -194,7 +194,25 @@ class LiveRuntime(Runtime):
             "perf/throughput": num_tokens * samples / step_s,
             **{f"timing_s/{model_stage.name}": seconds for model_stage, seconds in task_s.items()},
         }
-        return StepReport(step, self._stages.generation, metrics, step_s, task_s, sync_s=sync_s, sync_bytes=sync_bytes)
+        return StepReport(
+            step,
+            self._stages.generation,
+            metrics,
+            step_s,
+            task_s,
+            sync_s=sync_s,
+            sync_bytes=sync_bytes,
+            operations=self._operations(),
+        )
+
+    def _operations(self) -> dict[str, tuple[float, float]]:
+        """{class: (work, seconds)} of the step, summed over the workers."""
+        totals: dict[str, tuple[float, float]] = {}
+        for measured in self._on(self.plan.devices, Worker.operations).values():
+            for name, (work, _, seconds) in measured.items():
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = (before[0] + work, before[1] + seconds)
+        return totals
 
     def evaluate(self) -> Mapping[str, float]:
         return self._loop.evaluate(self._setup.val_prompts)

@@ -39,7 +39,7 @@ class PoolMovers(Movers):
     def seat(self, generation: int, plan: Plan) -> None:
         devices = dict.fromkeys(plan.devices)
         self._each(devices, lambda device: (Worker.adopt, generation, plan))
-        self._each(devices, lambda device: (Worker.seat, generation, plan, self._roles))
+        self._each(devices, lambda device: (Worker.seat, generation, plan, self._roles, nodes_of(self._pool)))
 
     def retire(self, generation: int) -> None:
         self._each(dict.fromkeys(self._pool.devices), lambda device: (Worker.unseat, generation))
@@ -51,3 +51,8 @@ class PoolMovers(Movers):
             method, *args = call(device)
             calls[device], task = self._pool.call(device, method, *args), method.__name__
         return gather(calls, task, timeout=self._timeout)
+
+
+def nodes_of(pool: Pool) -> dict[int, str]:
+    """The node of every device of a pool."""
+    return {device.id: device.node for device in pool.cluster.devices}

@@ -1,6 +1,7 @@
 """Which groups a rank of a model-stage belongs to. Pure, but for joining them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
@@ -49,18 +50,28 @@ def rank_group_specs(
 
 
 def join_groups(
-    specs: RankGroupSpecs, store: Store, device: int, *, timeout: timedelta, backend: BackendName, trains: bool
+    specs: RankGroupSpecs,
+    store: Store,
+    device: int,
+    *,
+    timeout: timedelta,
+    backend: BackendName,
+    trains: bool,
+    meter: Meter,
+    nodes: Mapping[int, str],
 ) -> RankGroups:
     """Join every group in one order that is the same on all ranks, so joins cannot wait for each other in a circle.
 
-    Groups that only training uses (dp, tie, all) stay single where the model-stage does not train. Raises GroupError
-    where a peer did not come; the groups joined before are closed.
+    Groups that only training uses (dp, tie, all) stay single where the model-stage does not train. What the others
+    take is told to `meter`; `nodes` says which node each device is on. Where a join fails, those before it are left.
     """
     joined: list[Group] = []
 
     def join(spec: GroupSpec, used: bool = True, wait: timedelta = timeout) -> Group:
-        joined.append(spec.join(store, device, timeout=wait, backend=backend) if used else Group.single(spec.name))
-        return joined[-1]
+        group = spec.join(store, device, timeout=wait, backend=backend) if used else Group.single(spec.name)
+        group.observe = functools.partial(_observed, meter, spec.size, _link(spec, nodes))
+        joined.append(group)
+        return group
 
     try:
         return RankGroups(

@@ -19,6 +19,7 @@ from nereus.algorithms.buffer import RolloutBatch
 from nereus.algorithms.types import OutputKind
 from nereus.checkpoint.hf import load_unit
 from nereus.engines.generate import Completion, Generator, Request
+from nereus.engines.meter import Meter, Totals
 from nereus.engines.pipeline import Pipeline
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.score import score
@@ -66,6 +67,7 @@ class Seat:
     state: UnitState
     groups: RankGroups
     setup: RoleSetup
+    meter: Meter | None
     trainer: Trainer | None = None
     model: StageModel | None = None
     generator: Generator | None = None
@@ -82,6 +84,7 @@ class Seat:
     def inference_model(self) -> StageModel:
         if self.model is None:
             self.model = StageModel(self.state, tp=self.groups.tp)
+            self.model.meter = self.meter
         return self.model
 
 
@@ -92,6 +95,8 @@ class Worker:
         torch.set_num_threads(settings.num_threads)
         self.device, self._settings = device, settings
         self._store = connect_store(*settings.store, timeout=settings.timeout)
+        self._meter = Meter()
+        self._model_meter = self._meter if settings.device == "cpu" else None
         self._seats: dict[tuple[int, ModelStage], Seat] = {}
         self.residents = Residents(device, torch.device(settings.device))
 
@@ -111,7 +116,7 @@ class Worker:
                 state_dtypes(setup.dtype, trains=model_stage.stage is Stage.TRAINING),
             )
 
-    def seat(self, generation: int, plan: Plan, roles: Mapping[Role, RoleSetup]) -> None:
+    def seat(self, generation: int, plan: Plan, roles: Mapping[Role, RoleSetup], nodes: Mapping[int, str]) -> None:
         """Join the groups of a plan generation; every device of the plan calls it at the same time."""
         backend: BackendName = "nccl" if self._settings.device == "cuda" else "gloo"
         for model_stage, stage_plan in plan.stages:
@@ -121,11 +126,18 @@ class Worker:
             specs = rank_group_specs(setup.spec, model_stage, stage_plan, self.device, generation=generation)
             trains = model_stage.stage is Stage.TRAINING
             groups = join_groups(
-                specs, self._store, self.device, timeout=self._settings.timeout, backend=backend, trains=trains
+                specs,
+                self._store,
+                self.device,
+                timeout=self._settings.timeout,
+                backend=backend,
+                trains=trains,
+                meter=self._meter,
+                nodes=nodes,
             )
             holder = plan.holder(model_stage)
             state = self.residents.state(generation, holder)
-            self._seats[generation, model_stage] = Seat(holder, state, groups, setup)
+            self._seats[generation, model_stage] = Seat(holder, state, groups, setup, self._model_meter)
 
     def load(self, generation: int) -> None:
         """Fill the parameters of a generation from each role's folder, reading only this rank's boxes."""
@@ -168,6 +180,7 @@ class Worker:
         if seat.trainer is None:
             assert seat.setup.optimizer is not None, f"{model_stage} has no optimizer"
             seat.trainer = Trainer(seat.state, seat.groups, seat.setup.optimizer, temperature=seat.setup.temperature)
+            seat.trainer.model.meter = seat.meter
         try:
             return seat.trainer.update(batch.to(self._settings.device), objective, micro_batch=seat.setup.micro_batch)
         except UpdateAborted as error:
@@ -181,6 +194,10 @@ class Worker:
             seat.drop_engines()
             seat.state = state
         return seat
+
+    def operations(self) -> Totals:
+        """What was measured by operation class since the last call."""
+        return self._meter.drain()
 
     def prepare(self, order: DeviceOrder) -> Export | None:
         """First call of a move: allocate the target, export the source."""
