@@ -170,11 +170,9 @@ class _Pending:
 
 
 class Decider:
-    """Rules at every boundary of one run. devices: what the supply gave when `plan` was started."""
+    """Rules at every boundary of one run that starts on `plan`."""
 
-    def __init__(
-        self, policy: Policy, outlook: Outlook, plan: Plan, *, devices: Sequence[int], lengths: LengthSummary
-    ) -> None:
+    def __init__(self, policy: Policy, outlook: Outlook, plan: Plan, *, lengths: LengthSummary) -> None:
         """lengths: what is assumed of responses before the first step."""
         self.policy = policy
         self.plan: Plan | None = plan
@@ -183,7 +181,7 @@ class Decider:
         self._recent: collections.deque[Signals] = collections.deque(maxlen=EFFICIENCY_WINDOW)
         self._recent_on_plan = 0
         self._num_steps = 0
-        self._supply = Supply(frozenset(devices))
+        self._supply = Supply()
         self._memory = Memory()
         self._length = Drift(Signal.LENGTH, policy.length_threshold)
         self._efficiency = Drift(Signal.EFFICIENCY, policy.efficiency_threshold, size=EFFICIENCY_WINDOW)

@@ -24,7 +24,7 @@ FOUR = SupplyView((0, 1, 2, 3))
 
 def decider(outlook=None, *, mode="nereus", gamma=0.5, plan=None, devices=(0, 1, 2, 3)):
     plan = plan or plan_on(*devices)
-    return Decider(Policy(mode, gamma), outlook or TableOutlook(), plan, devices=devices, lengths=lengths())
+    return Decider(Policy(mode, gamma), outlook or TableOutlook(), plan, lengths=lengths())
 
 
 def run(deciding, steps, *, view=FOUR, mean=lambda step: 100.0, noise=lambda step: 1.0, first=1, slow=lambda step: 1.0):

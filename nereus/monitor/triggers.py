@@ -93,14 +93,14 @@ class Drift:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Supply:
-    """State of the device pool as last planned for."""
+    """State of the device pool as last seen; None before the first view, which fires nothing."""
 
-    devices: frozenset[int]
+    devices: frozenset[int] | None = None
 
     def seen(self, devices: Iterable[int]) -> tuple["Supply", Trigger | None]:
         now = frozenset(devices)
-        if now == self.devices:
-            return self, None
+        if self.devices is None or now == self.devices:
+            return Supply(now), None
         return Supply(now), Trigger(Signal.SUPPLY, len(now), len(self.devices), 0.0)
 
 

@@ -73,10 +73,11 @@ def test_a_window_without_a_reference_takes_its_first_full_value():
 
 
 def test_supply_fires_at_once_and_only_on_a_change_of_devices():
-    supply, same = Supply(frozenset({0, 1})).seen([1, 0])
+    supply, first = Supply().seen([0, 1])
+    supply, same = supply.seen([1, 0])
     supply, grown = supply.seen([0, 1, 2])
     supply, swapped = supply.seen([0, 1, 3])
-    assert same is None
+    assert first is None and same is None
     assert grown == Trigger(Signal.SUPPLY, 3, 2, 0.0)
     assert swapped == Trigger(Signal.SUPPLY, 3, 3, 0.0)
     assert supply.seen([0, 1, 3])[1] is None
