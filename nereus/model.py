@@ -174,7 +174,7 @@ class ModelSpec:
                 rope_theta=theta,
                 rope_scaling=scaling,
                 max_positions=int(config.get("max_position_embeddings", 4096)),
-                sliding_window=_sliding_window(config, family),
+                sliding_window=_sliding_window(config, family, source),
                 head=head,
             )
         except KeyError as error:
@@ -212,10 +212,19 @@ def _rope(config: Mapping[str, Any], source: str) -> tuple[float, Llama3RopeScal
     )
 
 
-def _sliding_window(config: Mapping[str, Any], family: str) -> int | None:
+def _sliding_window(config: Mapping[str, Any], family: str, source: str) -> int | None:
+    """The window of every layer, or None; Qwen's windows start at a layer, and some layers with one is refused."""
     window = config.get("sliding_window")
-    if window is None or (family in ("qwen2", "qwen3") and not config.get("use_sliding_window")):
+    if window is None or family not in ("qwen2", "qwen3"):
+        return None if window is None else int(window)
+    num_layers, first = int(config["num_hidden_layers"]), int(config.get("max_window_layers", 28))
+    if not config.get("use_sliding_window") or first >= num_layers:
         return None
+    if first > 0:
+        raise ModelError(
+            f"{source}: a sliding window from layer {first} of {num_layers} on is not supported; "
+            "supported: all layers (max_window_layers 0) or none"
+        )
     return int(window)
 
 

@@ -26,6 +26,7 @@ from nereus.algorithms.base import Objective
 from nereus.algorithms.buffer import RolloutBatch
 from nereus.algorithms.types import OutputKind, Outputs
 from nereus.boxes import Box, Shard
+from nereus.engines.meter import Meter
 from nereus.engines.state import StateKind, UnitState, shard_view, state_dtypes, zeros_on
 from nereus.engines.train import AdamW, RankGroups, Trainer, UpdateResult
 from nereus.model import Head, ModelSpec
@@ -206,7 +207,16 @@ def run_places(
     def run(device: int, _: StoreFactory) -> Any:
         unit, rank = divmod(device, size)
         specs = rank_group_specs(spec, ACTOR_TRAINING, plan, device, generation=0)
-        groups = join_groups(specs, store, device, timeout=timedelta(seconds=timeout_s), backend="gloo", trains=True)
+        groups = join_groups(
+            specs,
+            store,
+            device,
+            timeout=timedelta(seconds=timeout_s),
+            backend="gloo",
+            trains=True,
+            meter=Meter(),
+            nodes=dict.fromkeys(plan.devices, "node0"),
+        )
         try:
             return fn(Place(spec, layout, unit, rank, groups))
         finally:

@@ -12,6 +12,7 @@ from nereus.algorithms.types import OutputKind
 from nereus.engines.pipeline import MicroBatch, Pipeline
 from nereus.engines.score import compute_outputs, score
 from nereus.engines.transformer import StageModel
+from nereus.errors import ModelError
 from nereus.model import Head
 from nereus.plan import Layout
 
@@ -78,6 +79,18 @@ def test_logits_equal_for_shapes_that_do_not_divide(family: str, layout: Layout,
     error = largest_error(make_twin(family, tie_word_embeddings=tied, **sizes), layout)
     print(f"{family} {layout} {sizes}: {error:.2g}")
     assert error < 1e-4
+
+
+@pytest.mark.parametrize("first", [0, 5, 28])
+def test_a_qwen_window_on_all_layers_or_none_equals_that_of_transformers(first: int) -> None:
+    window: dict[str, Any] = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": first}
+    assert largest_error(make_twin("qwen2", **window), Layout(tp=2)) < 1e-4
+
+
+def test_a_window_on_some_layers_only_is_refused() -> None:
+    twin = make_twin("qwen3", sliding_window=16, use_sliding_window=True, max_window_layers=2)
+    with pytest.raises(ModelError, match="layer 2 of 5"):
+        spec_of(twin)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2), Layout(tp=4)], ids=str)
