@@ -52,12 +52,17 @@ MAX_PENDING = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """The dials of adaptation. gamma: share of the horizon within which a move must pay itself back."""
+    """The dials of adaptation.
+
+    gamma: share of the horizon within which a move must pay itself back. warmup_steps: steps that do less than later
+    ones (the critic learns alone); nothing is learned from their seconds.
+    """
 
     mode: Literal["nereus", "paper"] = "nereus"
     gamma: float = 0.5
     length_threshold: float = 0.30
     efficiency_threshold: float = 0.15
+    warmup_steps: int = 0
 
     @property
     def paper(self) -> bool:
@@ -91,7 +96,7 @@ class Outlook(abc.ABC):
         """What moving takes, uncorrected."""
 
     @abc.abstractmethod
-    def learn(self, plan: Plan, signals: Signals, lengths: LengthSummary) -> None:
+    def learn(self, plan: Plan, signals: Signals) -> None:
         """A step of `plan` was measured."""
 
     @abc.abstractmethod
@@ -179,8 +184,8 @@ class Decider:
         self._outlook = outlook
         self._lengths = lengths
         self._recent: collections.deque[Signals] = collections.deque(maxlen=EFFICIENCY_WINDOW)
-        self._recent_on_plan = 0
-        self._num_steps = 0
+        self._measured_on_plan = 0
+        self._num_measured = 0
         self._supply = Supply()
         self._memory = Memory()
         self._length = Drift(Signal.LENGTH, policy.length_threshold)
@@ -200,7 +205,7 @@ class Decider:
         triggers, self._fired = [*self._fired], []
         self._supply, fired = self._supply.seen(devices)
         triggers += [fired] if fired else []
-        if prediction:
+        if prediction and self._recent:
             self._memory, fired = self._memory.seen(prediction.memory_share)
             triggers += [fired] if fired else []
         if triggers or self._gone(devices):
@@ -223,23 +228,30 @@ class Decider:
             self._longest_move_s = max(self._longest_move_s, seconds)
         self.plan = target
         self._pending = None
-        self._recent_on_plan = 0
+        self._measured_on_plan = 0
         self._efficiency = self._efficiency.expecting(self._efficiency.reference)
 
     def observe(self, signals: Signals) -> None:
         """A step of the plan in force has ended."""
         assert self.plan is not None, "a step ran while the job was paused"
-        frozen = self._outlook.predict(self.plan, signals.lengths, frozen=True)
-        self._outlook.learn(self.plan, signals, signals.lengths)
         self._recent.append(signals)
-        self._recent_on_plan += 1
-        self._num_steps += 1
         self._lengths = _average([s.lengths for s in list(self._recent)[-RECENT_STEPS:]])
         self._length, length = self._length.seen(signals.lengths.mean)
-        self._efficiency, efficiency = self._efficiency.seen(signals.step_s / frozen.step_s)
-        self._fired = [trigger for trigger in (length, efficiency) if trigger]
-        if self._num_steps == MEASURED_STEPS and not self.policy.paper:
-            self._fired.append(Trigger(Signal.START, float(MEASURED_STEPS), 0.0, 0.0))
+        self._fired = [length] if length else []
+        if signals.step > self.policy.warmup_steps:
+            self._fired += self._observe_seconds(self.plan, signals)
+
+    def _observe_seconds(self, plan: Plan, signals: Signals) -> list[Trigger]:
+        """Learn from a step's seconds; what they trigger."""
+        frozen = self._outlook.predict(plan, signals.lengths, frozen=True)
+        self._outlook.learn(plan, signals)
+        self._efficiency, fired = self._efficiency.seen(signals.step_s / frozen.step_s)
+        self._measured_on_plan += 1
+        self._num_measured += 1
+        triggers = [fired] if fired else []
+        if self._num_measured == MEASURED_STEPS and not self.policy.paper:
+            triggers.append(Trigger(Signal.START, float(MEASURED_STEPS), 0.0, 0.0))
+        return triggers
 
     def _usable(self, view: SupplyView) -> tuple[int, ...]:
         """The view's devices without those that must be left at this boundary; once left, a device stays so."""
@@ -350,8 +362,8 @@ class Decider:
         self._outlook.freeze()
         self._length = self._length.reset()
         efficiency = self._efficiency.expecting(None)
-        if self.plan is not None:
-            for signals in list(self._recent)[-self._recent_on_plan :] if self._recent_on_plan else []:
+        if self.plan is not None and self._measured_on_plan:
+            for signals in list(self._recent)[-self._measured_on_plan :]:
                 frozen = self._outlook.predict(self.plan, signals.lengths, frozen=True)
                 efficiency, _ = efficiency.seen(signals.step_s / frozen.step_s)
         self._efficiency = efficiency.reset()

@@ -161,9 +161,9 @@ class ModelOutlook(Outlook):
             return Assessment(0.0, feasible=False, reason=dag.reason)
         return Assessment(transition_seconds(dag, rates), feasible=True)
 
-    def learn(self, plan: Plan, signals: Signals, lengths: LengthSummary) -> None:
+    def learn(self, plan: Plan, signals: Signals) -> None:
         """Learn from the seconds of operation classes where they were measured, and of every model-stage."""
-        priced = self._price(plan, lengths, self.calibration)
+        priced = self._price(plan, signals.lengths, self.calibration)
         accelerator = self._slowest(plan.devices)
         plain = self.calibration.lines(accelerator)
         launch = COLUMN[(Op.LAUNCH, None)]
@@ -288,6 +288,7 @@ def decider_of(config: RunConfig, outlook: ModelOutlook, plan: Plan) -> Decider:
         gamma=config.gamma,
         length_threshold=config.triggers.length,
         efficiency_threshold=config.triggers.efficiency,
+        warmup_steps=config.trainer.critic_warmup,
     )
     return Decider(policy, outlook, plan, lengths=outlook.job.first_lengths)
 

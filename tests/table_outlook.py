@@ -66,8 +66,8 @@ class TableOutlook(Outlook):
             return Assessment(0.0, feasible=False, reason="device 0 has no room")
         return Assessment(self.transition_s if target != current else 0.0, feasible=True)
 
-    def learn(self, plan, signals, lengths):
-        self.learned *= signals.step_s / self.predict(plan, lengths).step_s
+    def learn(self, plan, signals):
+        self.learned *= signals.step_s / self.predict(plan, signals.lengths).step_s
 
     def freeze(self):
         self.frozen = self.learned

@@ -99,7 +99,7 @@ def test_no_lasting_gain_is_refused_longer_than_its_payback_asks(saving, cost):
             found = super().predict(plan, lengths, frozen=frozen)
             return dataclasses.replace(found, step_s=1.0 if len(plan.devices) == 4 else 1.0 / saving)
 
-        def learn(self, plan, signals, lengths):
+        def learn(self, plan, signals):
             pass
 
     deciding = decider(Twice(transition_s=cost))
@@ -221,6 +221,20 @@ def test_slower_devices_fire_the_efficiency_trigger_and_lengths_do_not():
     long = run(decider(), 30, mean=lambda step: 100.0 if step < 15 else 125.0)
     assert [t.signal for r in slow for t in r.triggers] == [Signal.START, Signal.EFFICIENCY]
     assert [t.signal for r in long for t in r.triggers] == [Signal.START]
+
+
+def test_nothing_is_learned_from_the_seconds_of_steps_in_which_the_critic_learns_alone():
+    outlook = TableOutlook()
+    deciding = Decider(Policy(warmup_steps=4), outlook, plan_on(0, 1, 2, 3), lengths=lengths())
+    rulings = run(deciding, 20, slow=lambda step: 0.3 if step <= 4 else 1.0)
+    assert [(r.step, t.signal) for r in rulings for t in r.triggers] == [(8, Signal.START)]
+    assert outlook.learned == pytest.approx(1.0)
+
+
+def test_assumed_lengths_alone_fire_no_memory_trigger():
+    outlook = TableOutlook(bytes_per_token=1.0)
+    deciding = Decider(Policy(), outlook, plan_on(0, 1), lengths=lengths(1e6))
+    assert deciding.boundary(1, FOUR).triggers == ()
 
 
 def test_measured_transitions_correct_later_ones():

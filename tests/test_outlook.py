@@ -118,7 +118,7 @@ def test_predictions_approach_what_is_measured_and_frozen_ones_stay():
     own.freeze()
     before = own.predict(plan, LENGTHS)
     for step in range(1, 16):
-        own.learn(plan, Signals.of(truth(plan, LENGTHS, step)), LENGTHS)
+        own.learn(plan, Signals.of(truth(plan, LENGTHS, step)))
     assert own.predict(plan, LENGTHS).step_s == pytest.approx(truth(plan, LENGTHS, 99).step_s, rel=0.1)
     assert own.predict(plan, LENGTHS, frozen=True) == before
 
