@@ -11,6 +11,7 @@
     ├── GroupError                  a process group: a peer died, was late or disagreed
     ├── WorkerError                 a worker raised, was late or died; carries device and task
     ├── UpdateAborted               an optimizer update was voted down; nothing was applied
+    ├── CheckpointError             saved state that is not whole; names the file
     └── TransitionAborted           a transition was rolled back; carries the operation
 
 A refusal inside the decision code is a value with a reason, not an exception.
@@ -86,6 +87,10 @@ class WorkerError(NereusError):
 
 class UpdateAborted(NereusError):
     """An optimizer update was voted down; parameters and moments are those before it."""
+
+
+class CheckpointError(NereusError):
+    """A checkpoint that is not whole; the message names the file."""
 
 
 class TransitionAborted(NereusError):

@@ -64,14 +64,14 @@ class Residents:
     def holds(self, generation: int, model_stage: ModelStage) -> bool:
         return model_stage in self._generations.get(generation, {})
 
+    def buffer(self, key: BufferKey) -> UnitState:
+        """A buffer by what it holds, whether a generation names it or not."""
+        return self._buffers[key]
+
     @property
     def keys(self) -> tuple[BufferKey, ...]:
         """Every buffer, staged ones included."""
         return tuple(self._buffers)
-
-    def buffer(self, key: BufferKey) -> UnitState:
-        """The state in a buffer."""
-        return self._buffers[key]
 
     def prepare(self, order: DeviceOrder) -> Export | None:
         """Allocate the target buffer where the order says so; returns how peers reach the source buffer."""

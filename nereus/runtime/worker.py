@@ -18,6 +18,7 @@ from nereus.algorithms.base import Objective
 from nereus.algorithms.buffer import RolloutBatch
 from nereus.algorithms.types import OutputKind
 from nereus.checkpoint.hf import load_unit
+from nereus.checkpoint.store import Manifest, SavedRank, restore_rank, save_rank
 from nereus.engines.generate import Completion, Generator, Request
 from nereus.engines.meter import Meter, Totals
 from nereus.engines.pipeline import Pipeline
@@ -145,6 +146,20 @@ class Worker:
             if of == generation and self.residents.holds(generation, model_stage):
                 load_unit(seat.setup.folder, seat.setup.spec, seat.state, fresh_score=seat.setup.fresh_head)
 
+    def save(self, generation: int, model_stages: Sequence[ModelStage], folder: Path) -> tuple[SavedRank, ...]:
+        """Write the state this device holds of model-stages into a checkpoint's folder."""
+        return tuple(
+            saved
+            for model_stage in model_stages
+            for saved in save_rank(folder, model_stage, self.residents.state(generation, model_stage))
+        )
+
+    def restore(self, generation: int, folder: Path, manifest: Manifest) -> None:
+        """Fill the trained state of a generation from a checkpoint, whatever layout it was saved under."""
+        for of, model_stage in self._seats:
+            if of == generation and model_stage.stage is Stage.TRAINING:
+                restore_rank(folder, manifest, model_stage, self.residents.state(generation, model_stage))
+
     def generate(
         self, generation: int, model_stage: ModelStage, requests: Sequence[Request], params: SamplingParams
     ) -> tuple[list[Completion], int] | None:
@@ -198,6 +213,11 @@ class Worker:
     def operations(self) -> Totals:
         """What was measured by operation class since the last call."""
         return self._meter.drain()
+
+    @property
+    def seats(self) -> tuple[tuple[int, ModelStage], ...]:
+        """(generation, model-stage) of every seat, in the order they were taken."""
+        return tuple(self._seats)
 
     def prepare(self, order: DeviceOrder) -> Export | None:
         """First call of a move: allocate the target, export the source."""
