@@ -243,6 +243,8 @@ class Combiner:
         table = self.tables[model_stage]
         floors = self.bounds.completions(model_stage, part.rows, part.floor)
         bounds = floors.sum(axis=1) + part.sync_seconds + self._sync_to_come(model_stage, part, floors)
+        if part.blocks:
+            bounds[~self._fits_beside(part, model_stage, 0)] = math.inf
         alone, glued, pair = self._sync_bounds(model_stage, table, part)
         frontier = _Frontier(table, floors, alone, is_source=any(model_stage == source for source, _ in self.syncs))
         apart = bounds if alone is None else bounds + alone
@@ -260,7 +262,49 @@ class Combiner:
             child = self._extended(part, model_stage, row, together, pair, alone)
             if child is not None:
                 child.floor = floors[row]
-                self._expand(depth + 1, child)
+                if self._looks_ahead(child):
+                    self._expand(depth + 1, child)
+
+    def _looks_ahead(self, part: _Part) -> bool:
+        """Whether every model-stage still to be chosen has a candidate left; raises the floor to the fastest of those.
+
+        Out are candidates that need more memory than what must share a device with them leaves.
+        """
+        rest = [m for m in self.order if m not in part.rows]
+        least = {m: int(np.minimum(self.tables[m].idle, self.tables[m].shared_idle).min()) for m in rest}
+        total = np.zeros(self.bounds.num_waves)
+        for m in rest:
+            possible = self._fits_beside(part, m, sum(least.values()) - least[m])
+            if not possible.any():
+                return False
+            fastest = self.tables[m].seconds[possible].min(axis=0)
+            if self.in_turn:
+                total += fastest
+            else:
+                part.floor = np.maximum(part.floor, fastest)
+        floor = part.waves + total if self.in_turn else part.floor
+        return float(floor.sum()) + part.sync_seconds < self.best_seconds
+
+    def _fits_beside(self, part: _Part, m: ModelStage, others: int) -> npt.NDArray[np.bool_]:
+        """[rows of `m`]: whether memory suffices on devices that it must share; `others`: idle bytes sure to come."""
+        table, room = self.tables[m], self.line.max_capacity
+        is_target = any(m == target and source in part.rows for source, target in self.syncs)
+        idle = np.minimum(table.idle, table.shared_idle) if is_target else table.idle
+        peak = table.active - table.idle
+        if is_target:
+            peak = np.minimum(peak, table.shared_active - table.shared_idle)
+        if self.in_turn:
+            held = sum(block.idle for block in part.blocks)
+            highest = max(block.peak for block in part.blocks)
+            return np.asarray(idle + held + others + np.maximum(peak, highest) <= room)
+        fits = np.full(len(table), True)
+        for block, members in zip(part.blocks, part.members, strict=True):
+            forced = table.num_devices + block.grain * block.groups > self.line.num_devices
+            if any(member.stage is m.stage for member in members):
+                fits &= ~forced
+            else:
+                fits &= ~forced | (idle + block.idle + np.maximum(peak, block.peak) <= room)
+        return fits
 
     def _sync_to_come(self, model_stage: ModelStage, part: _Part, floors: Floats) -> Floats | float:
         """[rows]: seconds that bringing weights to another model-stage, chosen later, adds at least."""
@@ -273,7 +317,10 @@ class Combiner:
             if not len(finite):
                 continue
             ceiling = finite.max(axis=0)
-            added = np.maximum(table.seconds, ceiling).sum(axis=1) - ceiling.sum()
+            if self.in_turn:
+                added = table.seconds.sum(axis=1) - table.seconds.min(axis=0).sum()
+            else:
+                added = np.maximum(table.seconds, ceiling).sum(axis=1) - ceiling.sum()
             apart = float((added + self.sync_price.at_least(source, table)).min())
             sharing = np.full(len(own), math.inf)
             ours, theirs = self._same_shape(source, target)

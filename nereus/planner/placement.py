@@ -10,6 +10,7 @@ devices or right behind another block; only such arrangements are tried, from le
 """
 
 import bisect
+import copy
 import dataclasses
 import functools
 import itertools
@@ -55,6 +56,7 @@ class Line:
     """
 
     def __init__(self, cluster: Cluster, *, memory_cap_bytes: int | None = None, headroom: float = 0.1) -> None:
+        self.headroom = headroom
         self.devices, self.node_starts = _planning_order(cluster)
         self.num_devices = len(self.devices)
         self.node_sizes = [
@@ -71,10 +73,11 @@ class Line:
         self._slots: dict[int, list[int]] = {}
         self._starts: dict[tuple[int, int, int, int], int | None] = {}
 
-    @property
-    def uniform(self) -> bool:
-        """One device type and nodes of one size."""
-        return len(self.runs) == 1 and len(set(self.node_sizes)) == 1 and len(self.regions) <= 2
+    def with_capacity(self, usable_bytes: int) -> "Line":
+        """The same line with so many usable bytes on every device."""
+        line = copy.copy(self)
+        line.runs, line.max_capacity = [(first, usable_bytes) for first, _ in self.runs], usable_bytes
+        return line
 
     def _regions(self, rank: Mapping[str, int]) -> tuple[Region, ...]:
         """Two for each type: a block runs at the slowest type found up to its end."""

@@ -1,0 +1,258 @@
+"""The price of a plan someone brings: its step, its memory device by device, and whether it fits.
+
+Prices one candidate per model-stage with `cost` and `memory` directly, on the devices the plan names; the search's
+tables are not used, so that a chosen plan priced here is a check of the search.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from nereus.cluster import Link
+from nereus.errors import PlanError
+from nereus.plan import ModelStage, Plan, Stage, StagePlan
+from nereus.planner.combine import Placement
+from nereus.planner.cost import Span, StageCost
+from nereus.planner.memory import Recompute, StageMemory, stage_memory
+from nereus.planner.placement import Line, speed_ranks
+from nereus.planner.pricing import waves_of
+from nereus.planner.problem import PlanningProblem
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagePrice:
+    """A model-stage of a plan under one micro-batch and recomputation setting."""
+
+    micro_batch: int
+    recompute: Recompute
+    cost: StageCost
+    memory: StageMemory
+    shares_weights: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes beyond its idle ones while it runs."""
+        return self.memory.active_bytes - self.memory.idle_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanPrice:
+    """A plan's step and memory.
+
+    device_bytes, capacity_bytes: peak and usable bytes by device id. excess_bytes: most by which a device is overfull.
+    """
+
+    plan: Plan
+    stages: dict[ModelStage, StagePrice]
+    wave_seconds: tuple[float, ...]
+    sync_seconds: dict[tuple[ModelStage, ModelStage], float]
+    device_bytes: dict[int, int]
+    capacity_bytes: dict[int, int]
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.wave_seconds) + sum(self.sync_seconds.values())
+
+    @property
+    def excess_bytes(self) -> int:
+        return max(self.device_bytes[d] - self.capacity_bytes[d] for d in self.device_bytes)
+
+    @property
+    def feasible(self) -> bool:
+        return self.excess_bytes <= 0
+
+    @property
+    def memory_share(self) -> float:
+        """Peak of the fullest device over what a plan may use of it."""
+        return max(used / self.capacity_bytes[d] for d, used in self.device_bytes.items())
+
+
+def price(
+    problem: PlanningProblem,
+    plan: Plan,
+    settings: "dict[ModelStage, tuple[int, Recompute]] | None" = None,
+    *,
+    in_turn: bool | None = None,
+) -> PlanPrice:
+    """Price a plan on its own devices; raises PlanError where the models or the cluster do not admit it.
+
+    settings: (micro-batch, recomputation) by model-stage; by default the fastest that fit, or else the leanest.
+    in_turn: whether concurrent model-stages share devices; found from the plan by default.
+    """
+    check_plan(problem, plan)
+    pricer = _Pricer(problem, plan, _is_in_turn(plan) if in_turn is None else in_turn)
+    held = {m: pricer.idle_bytes(m) for m in plan.model_stages}
+    stages = {m: pricer.stage(m, held, (settings or {}).get(m)) for m in plan.model_stages}
+    return PlanPrice(
+        plan=plan,
+        stages=stages,
+        wave_seconds=pricer.wave_seconds(stages),
+        sync_seconds=pricer.sync_seconds(),
+        device_bytes={d: _device_bytes(plan, stages, d) for d in plan.devices},
+        capacity_bytes={d: pricer.capacity[d] for d in plan.devices},
+    )
+
+
+def check_plan(problem: PlanningProblem, plan: Plan) -> None:
+    """Raise PlanError in one line where a plan is not valid for the workflow, the models or the cluster."""
+    problem.workflow.check_plan(plan)
+    known = set(problem.cluster.device_ids)
+    for m, stage_plan in plan.stages:
+        spec = problem.specs[m.role]
+        try:
+            spec.check_layout(tp=stage_plan.layout.tp, pp=stage_plan.layout.pp)
+        except PlanError as error:
+            raise PlanError(f"{m}: {error}") from None
+        missing = [d for d in stage_plan.devices if d not in known]
+        if missing:
+            raise PlanError(f"{m}: the cluster has no device {missing[0]}; it has {len(known)}")
+        _check_groups(problem, m, stage_plan)
+        samples = samples_shared(problem, m)
+        if stage_plan.dp > samples:
+            raise PlanError(f"{m}: dp {stage_plan.dp} exceeds the {samples} samples its units share")
+
+
+def samples_shared(problem: PlanningProblem, model_stage: ModelStage) -> int:
+    """Samples that the units of a model-stage share out at once."""
+    work = problem.workload
+    return -(-work.num_samples // work.mini_batches) if model_stage.stage is Stage.TRAINING else work.num_samples
+
+
+def _check_groups(problem: PlanningProblem, m: ModelStage, stage_plan: StagePlan) -> None:
+    tp, node = stage_plan.layout.tp, problem.line.max_node
+    valid = ", ".join(str(t) for t in problem.specs[m.role].valid_tp if t <= node)
+    if tp > node:
+        raise PlanError(f"{m}: tp {tp} exceeds a node of {node} devices; valid tp: {valid}")
+    for unit in stage_plan.units:
+        for first in range(0, len(unit), tp):
+            nodes = {problem.cluster.device(d).node for d in unit[first : first + tp]}
+            if len(nodes) > 1:
+                group = list(unit[first : first + tp])
+                raise PlanError(f"{m}: the tp group {group} lies on nodes {', '.join(sorted(nodes))}; keep it on one")
+
+
+def _is_in_turn(plan: Plan) -> bool:
+    """Whether model-stages of one stage share devices."""
+    seen: dict[Stage, set[int]] = {}
+    for m, stage_plan in plan.stages:
+        devices = seen.setdefault(m.stage, set())
+        if devices & set(stage_plan.devices):
+            return True
+        devices |= set(stage_plan.devices)
+    return False
+
+
+def _device_bytes(plan: Plan, stages: dict[ModelStage, StagePrice], device: int) -> int:
+    here = [stages[m] for m, stage_plan in plan.stages if device in stage_plan.devices]
+    return sum(s.memory.idle_bytes for s in here) + max(s.peak_bytes for s in here)
+
+
+class _Pricer:
+    """One plan on one problem."""
+
+    def __init__(self, problem: PlanningProblem, plan: Plan, in_turn: bool) -> None:
+        self.problem, self.plan, self.in_turn = problem, plan, in_turn
+        line: Line = problem.line
+        self.capacity = {device.id: line.capacity_at(place) for place, device in enumerate(line.devices)}
+        self.members = {m: frozenset(stage_plan.devices) for m, stage_plan in plan.stages}
+        self.ranks = speed_ranks(problem.cluster)
+
+    def accelerator(self, m: ModelStage) -> str:
+        """The slowest type that a block of the model-stage reaches, in planning order."""
+        last = max(place for place, d in enumerate(self.problem.line.devices) if d.id in self.members[m])
+        return max(
+            (d.accelerator for d in self.problem.line.devices[: last + 1]), key=self.ranks.__getitem__
+        )
+
+    def span(self, m: ModelStage) -> Span:
+        cluster, stage_plan = self.problem.cluster, self.plan[m]
+        nodes = [{cluster.device(d).node for d in unit} for unit in stage_plan.units]
+        inter = Link.INTER_NODE
+        whole = len(set().union(*nodes)) == 1
+        return Span(
+            pp_link=inter if any(len(n) > 1 for n in nodes) else Link.INTRA_NODE,
+            dp_link=Link.INTRA_NODE if whole else inter,
+        )
+
+    def memory(self, m: ModelStage, micro_batch: int, recompute: Recompute) -> StageMemory:
+        problem, stage_plan = self.problem, self.plan[m]
+        return stage_memory(
+            m, problem.specs[m.role], stage_plan.layout, dp=stage_plan.dp, workload=problem.workload,
+            micro_batch=micro_batch, recompute=recompute, precision=problem.precision,
+            shares_weights=self.plan.shares_weights(m) is not None,
+        )  # fmt: skip
+
+    def cost(self, m: ModelStage, micro_batch: int, recompute: Recompute) -> StageCost:
+        problem, stage_plan = self.problem, self.plan[m]
+        node = problem.line.max_node
+        alone = sum(other.stage is m.stage for other in self.plan.model_stages) == 1
+        workers = min(len(self.members[m]), node) if alone or self.in_turn else node
+        return problem.cost.stage_seconds(
+            m, problem.specs[m.role], stage_plan.layout, dp=stage_plan.dp, workload=problem.workload,
+            micro_batch=micro_batch, recompute=recompute, precision=problem.precision, tasks=problem.workflow.tasks,
+            accelerator=self.accelerator(m), span=self.span(m), active_workers_on_node=workers,
+        )  # fmt: skip
+
+    def _settings(self, m: ModelStage) -> Iterator[tuple[int, Recompute]]:
+        unit = -(-samples_shared(self.problem, m) // self.plan[m].dp)
+        for recompute in Recompute if m.stage is Stage.TRAINING else (Recompute.NONE,):
+            for micro_batch in self.problem.limits.space.micro_batches(unit):
+                yield micro_batch, recompute
+
+    def idle_bytes(self, m: ModelStage) -> int:
+        """Most bytes the model-stage may hold while others run, over its settings."""
+        return max(self.memory(m, *setting).idle_bytes for setting in self._settings(m))
+
+    def stage(
+        self, m: ModelStage, held: dict[ModelStage, int], setting: tuple[int, Recompute] | None
+    ) -> StagePrice:
+        """The model-stage under `setting`, or the fastest setting that fits beside what others hold."""
+        shares = self.plan.shares_weights(m) is not None
+        if setting is not None:
+            return StagePrice(*setting, self.cost(m, *setting), self.memory(m, *setting), shares)
+        room = min(
+            self.capacity[d] - sum(held[o] for o, members in self.members.items() if o != m and d in members)
+            for d in self.members[m]
+        )
+        best: tuple[float, float, tuple[int, Recompute]] | None = None
+        for tried in self._settings(m):
+            needed = self.memory(m, *tried).active_bytes
+            fits = needed <= room
+            rank = (0.0, self.cost(m, *tried).seconds, tried) if fits else (1.0, float(needed), tried)
+            if best is None or rank[:2] < best[:2]:
+                best = rank
+        assert best is not None
+        return StagePrice(*best[2], self.cost(m, *best[2]), self.memory(m, *best[2]), shares)
+
+    def wave_seconds(self, stages: dict[ModelStage, StagePrice]) -> tuple[float, ...]:
+        """Each wave: its most loaded device."""
+        waves = waves_of(self.problem.workflow)
+        result: list[float] = []
+        for wave in range(1 + max(waves.values())):
+            load = dict.fromkeys(self.plan.devices, 0.0)
+            for task in self.problem.workflow.tasks:
+                if waves[task.name] == wave:
+                    for device in self.members[task.model_stage]:
+                        load[device] += stages[task.model_stage].cost.per_task[task.name]
+            result.append(max(load.values()))
+        return tuple(result)
+
+    def sync_seconds(self) -> dict[tuple[ModelStage, ModelStage], float]:
+        problem, result = self.problem, {}
+        for source, target in problem.workflow.syncs:
+            if self.plan.shares_weights(target) == source:
+                result[source, target] = 0.0
+                continue
+            a, b = self.plan[source], self.plan[target]
+            result[source, target] = problem.cost.sync_seconds(
+                problem.specs[source.role], (a.layout, a.dp), (b.layout, b.dp),
+                same_node=len(problem.cluster.nodes) == 1, precision=problem.precision,
+                accelerator=max(self.accelerator(source), self.accelerator(target), key=self.ranks.__getitem__),
+            )  # fmt: skip
+        return result
+
+
+def tokens_per_second(problem: PlanningProblem, step_seconds: float) -> float:
+    """Prompt and response tokens of a step over its seconds."""
+    total = problem.workload.num_samples * problem.workload.mean_tokens
+    return total / step_seconds if step_seconds > 0 else math.inf

@@ -1,0 +1,54 @@
+"""What a plan is chosen from: one value that holds the job, the machine, what is known of it, and the limits."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from nereus.cluster import Cluster
+from nereus.model import ModelSpec
+from nereus.plan import Role
+from nereus.planner.combine import Placement
+from nereus.planner.cost import CostModel
+from nereus.planner.memory import Precision
+from nereus.planner.placement import Line, line_of
+from nereus.planner.pricing import Pricing, Space
+from nereus.planner.workload import Workload
+from nereus.workflow import Workflow
+
+HEADROOM = 0.1
+"""Share of each device's memory that a plan leaves free."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What a plan must respect beside the devices' own memory.
+
+    memory_cap_bytes: a device counts as having no more than this. headroom: share of memory left free.
+    """
+
+    memory_cap_bytes: int | None = None
+    headroom: float = HEADROOM
+    placement: Placement = Placement.FREE
+    space: Space = Space()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanningProblem:
+    """Everything a plan is chosen from. `specs` by role; `cost` prices on `cluster`."""
+
+    workflow: Workflow
+    specs: Mapping[Role, ModelSpec]
+    cluster: Cluster
+    workload: Workload
+    precision: Precision
+    cost: CostModel
+    limits: Limits = Limits()
+
+    @property
+    def line(self) -> Line:
+        return line_of(self.cluster, self.limits.memory_cap_bytes, self.limits.headroom)
+
+    @property
+    def pricing(self) -> Pricing:
+        return Pricing(
+            self.workflow, dict(self.specs), self.workload, self.precision, self.cost, self.line, self.limits.space
+        )
