@@ -70,7 +70,7 @@ class StageModel:
         self.num_kv_heads = len(axis_range(spec, Axis.KV_HEADS, layout.tp, self.tp_rank))
         self.kv_of_head = _kv_of_head(spec, layout.tp, self.tp_rank)
         self.first_row = axis_range(spec, Axis.VOCAB, layout.tp, self.tp_rank).start
-        self._eps = state.flats[StateKind.PARAM].new_full((1,), spec.rms_eps)
+        self._norm_floor = state.flats[StateKind.PARAM].new_full((1,), math.sqrt(spec.hidden * spec.rms_eps))
         self._grads = grads
         self.meter: Meter | None = None
         self._gemm: str = Op.GEMM
@@ -161,7 +161,8 @@ class StageModel:
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if weight is None:
-            return x * torch.addcmul(self._eps, x, x).sum(-1, keepdim=True).rsqrt_()
+            size: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return x / size.hypot_(self._norm_floor)
         return functional.rms_norm(x, (x.shape[-1],), weight, self.spec.rms_eps)
 
     def _qkv(
