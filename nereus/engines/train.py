@@ -25,6 +25,9 @@ from nereus.errors import GroupError, UpdateAborted
 from nereus.model import Axis
 from nereus.runtime.groups import Group
 
+LATE_VOTE = timedelta(seconds=1)
+"""How long a rank waits in the vote that has already waited for a peer in vain."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankGroups:
@@ -157,8 +160,9 @@ class Trainer:
         """The global gradient norm, once every rank of the model-stage has come this far without a failure."""
         squared = self._owned_squares() if failure is None and self._groups.dp.rank == 0 else 0.0
         ballot = torch.tensor([squared, float(failure is not None)], dtype=torch.float64, device=self.grads.device)
+        limit = LATE_VOTE if isinstance(failure, GroupError) else None  # the peers it waited for had their time
         try:
-            self._groups.all.all_reduce(ballot)
+            self._groups.all.all_reduce(ballot, timeout=limit)
         except GroupError as error:
             raise UpdateAborted(f"vote: {failure or error}") from (failure or error)
         if failure is not None:

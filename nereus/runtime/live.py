@@ -1,7 +1,7 @@
 """The real job: RL steps and transitions on the workers of a pool.
 
     Controller --> LiveRuntime --run_step--> Loop (what a step does) --> LiveStages (who does it) --> Pool
-                              \--transition--> executor (state), seats (groups), one commit point --> Pool
+                              +--transition--> executor (state), seats (groups), one commit point --> Pool
 
 A plan generation is allocated, filled, seated and then committed by changing one value on the driver; until that
 instant every call goes to the old generation, which is whole.

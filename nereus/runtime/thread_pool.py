@@ -5,6 +5,7 @@
 For numerical tests and small jobs. A worker here cannot die alone, and all share one interpreter.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -21,10 +22,16 @@ T = TypeVar("T")
 
 
 class ThreadPool(Pool):
-    """Up to `num_devices` workers, each on a thread of its own."""
+    """Up to `num_devices` workers, each on a thread of its own.
 
-    def __init__(self, num_devices: int, *, timeout: timedelta, memory_bytes: int | None = None) -> None:
+    timeout: of a group. num_nodes: how many equal nodes to stand for; state crosses between them as between machines.
+    """
+
+    def __init__(
+        self, num_devices: int, *, timeout: timedelta, memory_bytes: int | None = None, num_nodes: int = 1
+    ) -> None:
         self._num_devices, self._timeout, self._memory_bytes = num_devices, timeout, memory_bytes
+        self._num_nodes = num_nodes
         self._store: StoreServer | None = None
         self._workers: dict[int, tuple[ThreadPoolExecutor, Worker]] = {}
 
@@ -64,7 +71,11 @@ class ThreadPool(Pool):
 
     @property
     def cluster(self) -> Cluster:
-        return uniform_cluster(num_nodes=1, devices_per_node=self._num_devices, accelerator=ACCELERATORS["cpu"])
+        accelerator = ACCELERATORS["cpu"]
+        if self._memory_bytes is not None:
+            accelerator = dataclasses.replace(accelerator, memory_bytes=self._memory_bytes)
+        per_node = -(-self._num_devices // self._num_nodes)
+        return uniform_cluster(num_nodes=self._num_nodes, devices_per_node=per_node, accelerator=accelerator)
 
     def close(self) -> None:
         self.stop(self.devices)

@@ -20,6 +20,7 @@ from nereus.algorithms.types import OutputKind
 from nereus.checkpoint.hf import load_unit
 from nereus.checkpoint.store import Manifest, SavedRank, restore_rank, save_rank
 from nereus.engines.generate import Completion, Generator, Request
+from nereus.engines.memory import MemoryGauge
 from nereus.engines.meter import Meter, Totals
 from nereus.engines.pipeline import Pipeline
 from nereus.engines.sampling import SamplingParams
@@ -96,10 +97,15 @@ class Worker:
         torch.set_num_threads(settings.num_threads)
         self.device, self._settings = device, settings
         self._store = connect_store(*settings.store, timeout=settings.timeout)
-        self._meter = Meter()
-        self._model_meter = self._meter if settings.device == "cpu" else None
         self._seats: dict[tuple[int, ModelStage], Seat] = {}
         self.residents = Residents(device, torch.device(settings.device))
+        self._gauge = MemoryGauge(
+            torch.device(settings.device),
+            limit_bytes=settings.memory_bytes,
+            shared_bytes=lambda: self.residents.memory.num_bytes,
+        )
+        self._meter = Meter(self._gauge)
+        self._model_meter = self._meter if settings.device == "cpu" else None
 
     def allocate(self, generation: int, plan: Plan, roles: Mapping[Role, RoleSetup]) -> None:
         """Zeroed state for every model-stage of the plan that holds parameters on this device."""
@@ -213,6 +219,10 @@ class Worker:
     def operations(self) -> Totals:
         """What was measured by operation class since the last call."""
         return self._meter.drain()
+
+    def peak_bytes(self) -> int:
+        """Most memory held since the last call, as sampled."""
+        return self._gauge.drain()
 
     @property
     def seats(self) -> tuple[tuple[int, ModelStage], ...]:

@@ -1,0 +1,295 @@
+"""A job on threads: PPO steps through every engine, transitions between them, and what these preserve."""
+
+import functools
+import gc
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+import pytest
+import torch
+from jobs import SPEC, Rollouts, changed, gathered, make_runtime, make_setup, numbers, plan_of
+
+from nereus.boxes import flat_numel
+from nereus.engines.state import StateKind, state_dtypes
+from nereus.errors import TransitionAborted
+from nereus.model import Head
+from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, ModelStage, Plan, Role, Stage
+from nereus.runtime.thread_pool import ThreadPool
+from nereus.runtime.worker import Worker
+from nereus.transition.orders import BufferKey
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+START = plan_of(
+    actor_generation="d2t1p1@0-1",
+    actor_training="d2t1p1@0-1",
+    critic_training="d2t1p1@2-3",
+    critic_inference="d2t1p1@2-3",
+    reference_inference="d2t1p1@0-1",
+    reward_inference="d2t1p1@2-3",
+)
+TO_TP = changed(
+    START,
+    actor_generation="d2t2p1@0-3",
+    actor_training="d2t2p1@0-3",
+    critic_training="d2t2p1@0-3",
+    critic_inference="d1t2p1@0-1",
+    reference_inference="d1t4p1@0-3",
+    reward_inference="d1t2p1@2-3",
+)
+TO_DP_3 = changed(
+    TO_TP,
+    actor_generation="d3t1p1@0-2",
+    actor_training="d3t1p1@1-3",
+    critic_training="d3t1p1@0-2",
+    critic_inference="d3t1p1@0-2",
+    reference_inference="d3t1p1@1-3",
+    reward_inference="d3t1p1@0-2",
+)
+TO_PP = changed(
+    TO_DP_3,
+    actor_generation="d1t2p2@0-3",
+    actor_training="d1t1p2@1,0",
+    critic_training="d1t1p2@2-3",
+    critic_inference="d1t2p2@0-3",
+    reference_inference="d1t1p2@0-1",
+    reward_inference="d1t1p2@2-3",
+)
+TO_OTHERS = changed(
+    TO_PP,
+    actor_generation="d2t1p1@4-5",
+    actor_training="d1t1p2@4-5",
+    critic_training="d1t1p2@5,3",
+    critic_inference="d1t1p2@5,3",
+    reference_inference="d1t1p1@4",
+    reward_inference="d1t1p1@5",
+)
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPool]:
+    pool = ThreadPool(6, timeout=timedelta(seconds=60))
+    yield pool
+    pool.close()
+
+
+def run(
+    folder: Path, plan: Plan, *, transitions: Mapping[int, Plan], steps: int, dtype: torch.dtype, num_nodes: int = 1
+) -> tuple[Rollouts, list[dict[str, float]]]:
+    """Responses and numbers of each step of a job that moves before some of them."""
+    rollouts, pool = Rollouts(), ThreadPool(6, timeout=timedelta(seconds=60), num_nodes=num_nodes)
+    try:
+        runtime = make_runtime(make_setup(folder, rollouts, dtype=dtype), plan, pool)
+        rows = []
+        for step in range(1, steps + 1):
+            if step in transitions:
+                report = runtime.transition(transitions[step])
+                assert report.verified and report.bytes_moved == report.bytes_lower_bound
+            rows.append(numbers(runtime.run_step(step).metrics))
+        return rollouts, rows
+    finally:
+        pool.close()
+
+
+def worst(rows: list[dict[str, float]], others: list[dict[str, float]]) -> tuple[float, str]:
+    """The largest difference relative to the value, and where it is; 1e-12 absolute is nothing."""
+    differences = [
+        (max(0.0, abs(row[name] - other[name]) - 1e-12) / max(abs(other[name]), 1e-300), f"step {step} {name}")
+        for step, (row, other) in enumerate(zip(rows, others, strict=True), start=1)
+        for name in row.keys() | other.keys()
+    ]
+    return max(differences)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+def test_twelve_steps_with_four_transitions_learn_what_an_untouched_run_learns(
+    folder: Path, dtype: torch.dtype
+) -> None:
+    """A tp change, dp 2 -> 3 -> 1, a pp change and a move to other devices, each of all four models at once."""
+    moves = {3: TO_TP, 5: TO_DP_3, 8: TO_PP, 11: TO_OTHERS}
+    rollouts, rows = run(folder, START, transitions=moves, steps=STEPS, dtype=dtype)
+    still_rollouts, still_rows = run(folder, START, transitions={}, steps=STEPS, dtype=dtype)
+    difference, where = worst(rows, still_rows)
+    same = sum(a == b for a, b in zip(rollouts.responses, still_rollouts.responses, strict=True))
+    print(f"{dtype}: {same} of {STEPS} rollouts equal; largest difference of the losses, KL and reward:")
+    for name in ("actor/pg_loss", "critic/vf_loss", "actor/reward_kl_penalty", "train/reward/mean"):
+        print(f"  {name}: {max(abs(a[name] - b[name]) for a, b in zip(rows, still_rows, strict=True)):.1e}")
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert rows[-1]["actor/reward_kl_penalty"] > 1e-4, "the policy moved away from the reference"
+    if dtype == torch.float64:
+        assert rollouts.responses == still_rollouts.responses
+        assert difference <= 1e-9, where
+
+
+def test_copies_across_nodes_and_shares_that_do_not_divide_change_nothing(folder: Path) -> None:
+    """Copies for generation and critic inference on another node, dp 5 over 7 samples and mini-batches of 2 over dp 3,
+    against a plan in which one unit on one device shares everything."""
+    alone = plan_of(
+        actor_generation="d1t1p1@0",
+        actor_training="d1t1p1@0",
+        critic_training="d1t1p1@0",
+        critic_inference="d1t1p1@0",
+        reference_inference="d1t1p1@0",
+        reward_inference="d1t1p1@0",
+    )
+    spread = plan_of(
+        actor_generation="d5t1p1@0-4",
+        actor_training="d3t1p1@3-5",
+        critic_training="d3t1p1@0-2",
+        critic_inference="d1t2p2@2-5",
+        reference_inference="d1t4p1@1-4",
+        reward_inference="d1t1p2@5,0",
+    )
+    rollouts, rows = run(folder, spread, transitions={3: alone}, steps=3, dtype=torch.float64, num_nodes=2)
+    alone_rollouts, alone_rows = run(folder, alone, transitions={2: spread}, steps=3, dtype=torch.float64, num_nodes=2)
+    assert rollouts.responses == alone_rollouts.responses
+    difference, where = worst(rows, alone_rows)
+    assert difference <= 1e-9, where
+
+
+def test_each_transition_leaves_every_tensor_and_counter_bitwise_as_it_was(folder: Path, pool: ThreadPool) -> None:
+    runtime = make_runtime(make_setup(folder, Rollouts()), START, pool)
+    for generation, target in enumerate((TO_TP, TO_DP_3, TO_PP, TO_OTHERS, START)):
+        runtime.run_step(generation + 1)
+        tensors, counters = gathered(pool, runtime.plan, generation)
+        assert counters[ACTOR_TRAINING].updates == 6 * (generation + 1) == counters[ACTOR_GENERATION].version
+        runtime.transition(target)
+        moved, moved_counters = gathered(pool, target, generation + 1)
+        assert moved.keys() == tensors.keys() and moved_counters == counters
+        assert all(torch.equal(moved[key], tensors[key]) for key in moved)
+        assert_holds_exactly(pool, target)
+
+
+def assert_holds_exactly(pool: ThreadPool, plan: Plan) -> None:
+    """Each device that is left holds the buffers of the plan and nothing else."""
+    assert pool.devices == plan.devices
+    for device in plan.devices:
+        expected = {
+            BufferKey(model_stage, stage_plan.layout, position[1])
+            for model_stage, stage_plan in plan.stages
+            if plan.holder(model_stage) == model_stage and (position := stage_plan.position(device)) is not None
+        }
+        keys, seats, num_bytes = pool.call(device, inventory).result(30)
+        assert keys == expected
+        assert {stage for _, stage in seats} == {stage for stage, of in plan.stages if device in of.devices}
+        assert len({generation for generation, _ in seats}) == 1
+        sizes = [state_bytes(key) for key in expected]
+        assert sum(sizes) == num_bytes
+
+
+def inventory(worker: Worker) -> tuple[set[BufferKey], tuple[tuple[int, ModelStage], ...], int]:
+    return set(worker.residents.keys), worker.seats, worker.residents.memory.num_bytes
+
+
+def state_bytes(key: BufferKey) -> int:
+    kinds = state_dtypes(torch.float64, trains=key.model_stage.stage is Stage.TRAINING)
+    scalar = key.model_stage.role in (Role.CRITIC, Role.REWARD)
+    spec = SPEC.with_head(Head.SCORE) if scalar else SPEC
+    return flat_numel(spec, key.layout, key.rank) * sum(dtype.itemsize for dtype in kinds.values())
+
+
+class FaultyPool(ThreadPool):
+    """`faults[device, method]` runs once on the worker's thread before the method, or after it (`after move`)."""
+
+    faults: dict[tuple[int, str], Callable[[Worker], None]]
+
+    def call(
+        self, device: int, method: Callable[Concatenate[Worker, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
+        def run(worker: Worker, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            self.faults.pop((device, method.__name__), nothing)(worker)
+            result = method(worker, *args, **kwargs)
+            self.faults.pop((device, f"after {method.__name__}"), nothing)(worker)
+            return result
+
+        run.__name__ = method.__name__
+        return super().call(device, run, *args, **kwargs)
+
+
+def nothing(worker: Worker) -> None:
+    pass
+
+
+def fail(worker: Worker) -> None:
+    raise RuntimeError("no memory")
+
+
+def flip_a_moment(worker: Worker) -> None:
+    """Change one element of what has just been received."""
+    key = next(key for key in reversed(worker.residents.keys) if key.model_stage == ACTOR_TRAINING)
+    worker.residents.buffer(key).flats[StateKind.EXP_AVG_SQ][5] += 1e-9
+
+
+def come_late(worker: Worker) -> None:
+    time.sleep(10)
+
+
+def resources(pool: ThreadPool) -> dict[str, object]:
+    """What a transition must not leave: buffers, seats, threads, file descriptors."""
+    gc.collect()
+    on_workers = {device: pool.call(device, inventory).result(30) for device in pool.devices}
+    return {
+        "workers": on_workers,
+        "threads": threading.active_count() - sum(t.name.startswith("task") for t in threading.enumerate()),
+        "native threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+@pytest.mark.parametrize(
+    ("point", "fault", "problem"),
+    [
+        ((4, "prepare"), fail, "no memory"),
+        ((1, "move"), fail, "no memory"),
+        ((5, "after move"), flip_a_moment, "exp_avg_sq"),
+        ((2, "seat"), come_late, "group g1/"),
+        ((3, "seat"), fail, "no memory"),
+    ],
+    ids=["no memory", "raises in move", "digest differs", "late at a group", "raises at its seat"],
+)
+def test_an_aborted_transition_leaves_the_old_plan_running_and_nothing_of_the_new(
+    folder: Path, point: tuple[int, str], fault: Callable[[Worker], None], problem: str
+) -> None:
+    target = changed(START, actor_training="d1t2p2@2-5", critic_training="d3t1p1@1-3", actor_generation="d1t4p1@2-5")
+    pool = FaultyPool(6, timeout=timedelta(seconds=4 if fault is come_late else 30))
+    pool.faults = {}
+    try:
+        runtime = make_runtime(make_setup(folder, Rollouts()), START, pool)
+        runtime.run_step(1)
+        before, tensors = resources(pool), gathered(pool, START, 0)
+        pool.faults[point] = fault
+        with pytest.raises(TransitionAborted, match=problem):
+            runtime.transition(target)
+        assert not pool.faults, "the fault has fired"
+        after, same = resources(pool), gathered(pool, START, 0)
+        assert runtime.plan == START and after["workers"] == before["workers"]
+        assert after["threads"] == before["threads"]
+        assert after["native threads"] <= before["native threads"]
+        assert after["descriptors"] <= before["descriptors"]
+        assert same[1] == tensors[1] and all(torch.equal(same[0][key], tensors[0][key]) for key in tensors[0])
+        row = numbers(runtime.run_step(2).metrics)
+        assert runtime.transition(target).verified, "a second attempt succeeds"
+        rows = [row, numbers(runtime.run_step(3).metrics)]
+    finally:
+        pool.close()
+    assert worst(rows, untouched(folder)[1:3])[0] <= 1e-9
+
+
+@functools.cache
+def untouched(folder: Path) -> list[dict[str, float]]:
+    """The first three steps of a job that stays as it is."""
+    return run(folder, START, transitions={}, steps=3, dtype=torch.float64)[1]
