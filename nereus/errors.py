@@ -10,6 +10,7 @@
     ├── NoFeasiblePlan              the planner found nothing; names the binding limit
     ├── GroupError                  a process group: a peer died, was late or disagreed
     ├── WorkerError                 a worker raised, was late or died; carries device and task
+    ├── DeviceMemoryError           a worker passed its memory limit
     ├── UpdateAborted               an optimizer update was voted down; nothing was applied
     ├── CheckpointError             saved state that is not whole; names the file
     └── TransitionAborted           a transition was rolled back; carries the operation
@@ -83,6 +84,17 @@ class WorkerError(NereusError):
 
     def __reduce__(self) -> tuple[type["WorkerError"], tuple[int, str, str]]:
         return WorkerError, (self.device, self.task, self.problem)
+
+
+class DeviceMemoryError(NereusError):
+    """A worker holds more memory than its device has (`cluster.memory_gb` where that is set)."""
+
+    def __init__(self, held_bytes: int, limit_bytes: int) -> None:
+        super().__init__(f"out of memory: {held_bytes / 1e6:.1f} MB held, {limit_bytes / 1e6:.1f} MB allowed")
+        self.held_bytes, self.limit_bytes = held_bytes, limit_bytes
+
+    def __reduce__(self) -> tuple[type["DeviceMemoryError"], tuple[int, int]]:
+        return DeviceMemoryError, (self.held_bytes, self.limit_bytes)
 
 
 class UpdateAborted(NereusError):

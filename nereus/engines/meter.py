@@ -9,15 +9,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from nereus.engines.memory import MemoryGauge
+
 Totals = dict[str, tuple[float, float, float]]
 """{class: (work, calls, seconds)}."""
 
 
 class Meter:
-    """Totals since the last `drain`."""
+    """Totals since the last `drain`, and the worker's memory gauge where it has one."""
 
-    def __init__(self) -> None:
+    def __init__(self, gauge: MemoryGauge | None = None) -> None:
         self._totals: Totals = {}
+        self.gauge = gauge
+
+    def sample_memory(self) -> None:
+        """Called where memory peaks; raises DeviceMemoryError above the limit."""
+        if self.gauge is not None:
+            self.gauge.sample()
 
     def add(self, name: str, work: float, seconds: float) -> None:
         """One call of a class."""

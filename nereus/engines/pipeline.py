@@ -81,10 +81,12 @@ class Pipeline:
         if received is not None:
             received.requires_grad_()
         hidden = self._run(received, micro)
-        if self._model.is_last:
-            return index, received, loss(hidden, micro)
-        self._send(hidden.detach(), self._pp.rank + 1, tag=2 * index)
-        return index, received, hidden
+        computed = loss(hidden, micro) if self._model.is_last else hidden
+        if self._model.meter is not None:
+            self._model.meter.sample_memory()
+        if not self._model.is_last:
+            self._send(hidden.detach(), self._pp.rank + 1, tag=2 * index)
+        return index, received, computed
 
     def _backward_one(self, index: int, received: torch.Tensor | None, computed: torch.Tensor) -> None:
         if self._model.is_last:
