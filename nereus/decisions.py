@@ -227,7 +227,7 @@ class Decider:
             self._correction = self._correction.observed(predicted_s=predicted_s, measured_s=seconds)
             self._longest_move_s = max(self._longest_move_s, seconds)
         self.plan = target
-        self._pending = None
+        self._pending = self._still_faster(target)
         self._measured_on_plan = 0
         self._efficiency = self._efficiency.expecting(self._efficiency.reference)
 
@@ -315,10 +315,19 @@ class Decider:
         terms = Terms(self.plan, prediction.step_s, horizon, self.policy.gamma, best_margin=not self.policy.paper)
         offers = self._offers(plans, view)
         verdict = judge(offers, terms, self._assess)
-        if verdict.numbers and not self.policy.paper:
-            self._pending = _Pending(tuple(offer.plan for offer in offers[:MAX_PENDING]), step, horizon)
+        faster = tuple(offer.plan for offer in offers[:MAX_PENDING] if offer.step_s < prediction.step_s)
+        if verdict.numbers and faster and not self.policy.paper:
+            self._pending = _Pending(faster, step, horizon)
         action = Action.MOVE if verdict.moves else Action.KEEP
         return Ruling(step, self.plan, tuple(triggers), verdict, action)
+
+    def _still_faster(self, target: Plan) -> _Pending | None:
+        """What may still pay after a move to one of the pending plans: those faster than it."""
+        if self._pending is None or target not in self._pending.plans:
+            return None
+        step_s = self._outlook.predict(target, self._lengths).step_s
+        plans = [p for p in self._pending.plans if self._outlook.predict(p, self._lengths).step_s < step_s]
+        return dataclasses.replace(self._pending, plans=tuple(plans)) if plans else None
 
     def _offers(self, plans: Sequence[Plan], view: SupplyView) -> list[Offer]:
         """Fastest first. An announced loss of a device ends a plan that uses it."""

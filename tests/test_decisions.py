@@ -34,7 +34,8 @@ def run(deciding, steps, *, view=FOUR, mean=lambda step: 100.0, noise=lambda ste
         ruling = deciding.boundary(step, view(step) if callable(view) else view)
         rulings.append(ruling)
         if ruling.target is not None:
-            deciding.moved(ruling.target, seconds=1.0)
+            numbers = ruling.verdict.numbers
+            deciding.moved(ruling.target, seconds=numbers.transition_s if numbers else None)
         if deciding.plan is not None:
             step_s = 0.04 * mean(step) / len(deciding.plan.devices) * noise(step) * slow(step)
             deciding.observe(signals(step, step_s, mean(step)))
@@ -85,6 +86,18 @@ def test_the_default_admits_the_same_lasting_change_as_soon_as_it_pays():
     moved = [r.step for r in rulings if r.action is Action.MOVE]
     # 1 s on four, 0.8 s on five: 14.75 steps of payback need a horizon of 29.5.
     assert moved == [35]
+
+
+def test_a_cheap_move_made_first_does_not_forget_the_better_one():
+    class Cheap(TableOutlook):
+        def assess(self, current, target):
+            found = super().assess(current, target)
+            return dataclasses.replace(found, transition_s=0.01) if len(target.devices) == 3 else found
+
+    deciding = decider(Cheap(transition_s=2.99, extra=(plan_on(0, 1, 2),)), plan=plan_on(0, 1))
+    moved = [(r.step, len(r.target.devices)) for r in run(deciding, 40) if r.target]
+    # From 4/3 s a step to 1 s pays back in 8.97 steps, which needs a horizon of 18 after the examination before step 4.
+    assert moved == [(4, 3), (22, 4)]
 
 
 def growing(step, *, at):
