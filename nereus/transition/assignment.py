@@ -65,6 +65,50 @@ def most_kept(kept: IntArray) -> IntArray:
     return minimum_assignment(-(kept * (size + 1) + np.eye(size, dtype=np.int64)))
 
 
+def most_transported(worth: IntArray, supply: IntArray, demand: IntArray) -> IntArray:
+    """[rows, columns]: how many of each row's `supply` go to each column's `demand` for the most total worth.
+
+    The assignment problem with equal rows and equal columns counted, not repeated; supply and demand have one sum.
+    Successive shortest augmenting paths, each found by relaxing all arcs at once until nothing changes.
+    """
+    flow = np.zeros(worth.shape, dtype=np.int64)
+    supply, demand, far = supply.copy(), demand.copy(), np.iinfo(np.int64).max // 4
+    rows, columns = np.arange(worth.shape[0]), np.arange(worth.shape[1])
+    while supply.any():
+        to_row = np.where(supply > 0, 0, far)
+        row_from, to_column = np.full(len(rows), -1), np.full(len(columns), far)
+        column_from = np.zeros(len(columns), dtype=np.int64)
+        while True:
+            reach = np.where((to_row < far)[:, None], to_row[:, None] - worth, far)
+            column_from = np.where(reach.min(axis=0) < to_column, reach.argmin(axis=0), column_from)
+            to_column = np.minimum(to_column, reach.min(axis=0))
+            back = np.where(flow > 0, to_column[None, :] + worth, far)
+            nearer = back.min(axis=1) < to_row
+            if not nearer.any():
+                break
+            row_from[nearer] = back.argmin(axis=1)[nearer]
+            to_row[nearer] = back.min(axis=1)[nearer]
+        column = int(np.where(demand > 0, to_column, far).argmin())
+        path, end = [], column
+        while True:
+            row = int(column_from[column])
+            path.append((row, column, 1))
+            if row_from[row] < 0:
+                break
+            column = int(row_from[row])
+            path.append((row, column, -1))
+        amount = min([int(supply[row]), int(demand[end]), *(int(flow[r, c]) for r, c, sign in path if sign < 0)])
+        for r, c, sign in path:
+            flow[r, c] += sign * amount
+        supply[row] -= amount
+        demand[end] -= amount
+    return flow
+
+
+MAX_KINDS = 256
+"""Different nodes up to which whole nodes trade places; more are left where they are."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Worth:
     """Of one model-stage: the rank each device holds and is to hold (-1: none), and bytes kept by rank pair.
@@ -140,10 +184,9 @@ def _trade_nodes(
     worths = _worths(current, target, states, table)
     in_use = np.array(target.devices, dtype=np.int64)
     groups: dict[tuple[str, int], list[IntArray]] = {}
-    nodes = table.node[in_use]
-    for node in dict.fromkeys(nodes.tolist()):
-        devices = in_use[nodes == node]
-        groups.setdefault((cluster.device(int(devices[0])).accelerator, len(devices)), []).append(devices)
+    kind = {device.id: device.accelerator for device in cluster.devices}
+    for devices in _by_node(in_use, table):
+        groups.setdefault((kind[int(devices[0])], len(devices)), []).append(devices)
     device_at = np.arange(table.size)
     for members in groups.values():
         _trade_group(np.stack(members), worths, device_at)
@@ -152,29 +195,59 @@ def _trade_nodes(
     return Plan.of({model_stage: _relabelled(stage_plan, device_at) for model_stage, stage_plan in target.stages})
 
 
+def _by_node(devices: IntArray, table: DeviceTable) -> list[IntArray]:
+    """The devices of each node, in their order."""
+    nodes = table.node[devices]
+    order = np.argsort(nodes, kind="stable")
+    return np.split(devices[order], np.flatnonzero(np.diff(nodes[order])) + 1)
+
+
 def _trade_group(members: IntArray, worths: list[_Worth], device_at: IntArray) -> None:
     """Assign the nodes of `members` [nodes, devices] to each other's places and write the devices chosen."""
-    wanted = np.concatenate([worth.wanted[members] for worth in worths], axis=1)
-    held = np.concatenate([worth.held[members] for worth in worths], axis=1)
-    _, place_kind = np.unique(wanted, axis=0, return_inverse=True)
-    _, node_kind = np.unique(held, axis=0, return_inverse=True)
-    solved: dict[tuple[int, int], tuple[int, IntArray]] = {}
-    first_place = {kind: i for i, kind in reversed(list(enumerate(place_kind.tolist())))}
-    first_node = {kind: i for i, kind in reversed(list(enumerate(node_kind.tolist())))}
-    kept = np.zeros((len(first_place), len(first_node)), dtype=np.int64)
-    for place in first_place:
-        for node in first_node:
-            matrix = sum(
-                (worth.matrix(members[first_place[place]], members[first_node[node]]) for worth in worths),
-                start=np.zeros((members.shape[1],) * 2, dtype=np.int64),
-            )
-            chosen = most_kept(matrix)
-            kept[place, node] = matrix[np.arange(len(chosen)), chosen].sum()
-            solved[place, node] = int(kept[place, node]), chosen
-    node_at = most_kept(kept[place_kind[:, None], node_kind[None, :]])
-    for place, node in enumerate(node_at.tolist()):
-        _, chosen = solved[int(place_kind[place]), int(node_kind[node])]
-        device_at[members[place]] = members[node][chosen]
+    place_kind, places = _kinds(np.concatenate([worth.wanted[members] for worth in worths], axis=1), members)
+    node_kind, nodes = _kinds(np.concatenate([worth.held[members] for worth in worths], axis=1), members)
+    if max(len(places), len(nodes)) > MAX_KINDS:
+        return
+    kept = np.zeros((len(places), len(nodes)), dtype=np.int64)
+    chosen: dict[tuple[int, int], IntArray] = {}
+    for p, place in enumerate(places):
+        for n, node in enumerate(nodes):
+            matrix = np.zeros((members.shape[1],) * 2, dtype=np.int64)
+            for worth in worths:
+                matrix += worth.matrix(place, node)
+            chosen[p, n] = most_kept(matrix)
+            kept[p, n] = matrix[np.arange(len(matrix)), chosen[p, n]].sum()
+    node_at = _node_of_each_place(kept, place_kind, node_kind)
+    for index, node_index in enumerate(node_at.tolist()):
+        within = chosen[int(place_kind[index]), int(node_kind[node_index])]
+        device_at[members[index]] = members[node_index][within]
+
+
+def _kinds(patterns: IntArray, members: IntArray) -> tuple[IntArray, IntArray]:
+    """(kind of each node [nodes], devices of one node of each kind [kinds, devices]) by pattern [nodes, width]."""
+    _, first, kind = np.unique(patterns, axis=0, return_index=True, return_inverse=True)
+    return kind.reshape(-1), members[first]
+
+
+def _node_of_each_place(kept: IntArray, place_kind: IntArray, node_kind: IntArray) -> IntArray:
+    """[nodes]: the node that takes each place, where `kept` [place kinds, node kinds] is bytes kept."""
+    same = np.arange(len(place_kind))
+    supply, demand = (np.bincount(k, minlength=n) for k, n in zip((place_kind, node_kind), kept.shape, strict=True))
+    flow = most_transported(kept, supply, demand)
+    if (flow * kept).sum() == kept[place_kind, node_kind].sum():
+        return same
+    node_at, free = np.full(len(same), -1), np.ones(len(same), dtype=np.bool_)
+    for place in same.tolist():  # those that may stay do
+        pair = place_kind[place], node_kind[place]
+        if flow[pair] > 0:
+            flow[pair] -= 1
+            node_at[place], free[place] = place, False
+    left = {kind: np.flatnonzero(free & (node_kind == kind)).tolist() for kind in range(kept.shape[1])}
+    for place in np.flatnonzero(node_at < 0).tolist():
+        kind = int(flow[place_kind[place]].argmax())
+        flow[place_kind[place], kind] -= 1
+        node_at[place] = left[kind].pop()
+    return node_at
 
 
 def _relabelled(stage_plan: StagePlan, device_at: IntArray) -> StagePlan:
@@ -184,10 +257,9 @@ def _relabelled(stage_plan: StagePlan, device_at: IntArray) -> StagePlan:
 def _trade_ranks(stage_plan: StagePlan, worth: _Worth, table: DeviceTable) -> StagePlan:
     """Devices of one model-stage trade places within each node."""
     devices = Buffers.of(stage_plan).devices
-    nodes, device_at = table.node[devices], np.arange(table.size)
-    order = np.argsort(nodes, kind="stable")
+    device_at = np.arange(table.size)
     solved: dict[tuple[bytes, bytes], IntArray] = {}
-    for here in np.split(devices[order], np.flatnonzero(np.diff(nodes[order])) + 1):
+    for here in _by_node(devices, table):
         pattern = worth.wanted[here].tobytes(), worth.held[here].tobytes()
         if pattern not in solved:
             solved[pattern] = most_kept(worth.matrix(here, here))

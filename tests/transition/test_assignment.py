@@ -10,7 +10,7 @@ from plan_pairs import CPU, RATES, STATES, Pair, pairs
 
 from nereus.cluster import uniform_cluster
 from nereus.plan import Layout, Plan, StagePlan
-from nereus.transition.assignment import assign, bytes_in_place, minimum_assignment
+from nereus.transition.assignment import assign, bytes_in_place, minimum_assignment, most_transported
 from nereus.transition.dag import build_dag
 from nereus.transition.primitives import TransitionDag
 
@@ -23,6 +23,20 @@ def test_the_assignment_costs_no_more_than_any_permutation(size: int, seed: int)
     assert sorted(chosen.tolist()) == list(range(size))
     best = min(sum(cost[i, p[i]] for i in range(size)) for p in itertools.permutations(range(size)))
     assert cost[np.arange(size), chosen].sum() == best
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 5), columns=st.integers(1, 5), extra=st.integers(0, 8), seed=st.integers(0, 10_000))
+def test_counted_kinds_are_assigned_as_well_as_one_by_one(rows: int, columns: int, extra: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    total = max(rows, columns) + extra
+    supply, demand = (np.bincount(rng.permutation(np.arange(total) % n), minlength=n) for n in (rows, columns))
+    worth = rng.integers(0, 6, (rows, columns))
+    flow = most_transported(worth, supply, demand)
+    assert (flow >= 0).all() and (flow.sum(axis=1) == supply).all() and (flow.sum(axis=0) == demand).all()
+    repeated = worth[np.repeat(np.arange(rows), supply)][:, np.repeat(np.arange(columns), demand)]
+    best = repeated[np.arange(total), minimum_assignment(-repeated)].sum()
+    assert (flow * worth).sum() == best
 
 
 @settings(max_examples=100, deadline=None)
