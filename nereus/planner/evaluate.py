@@ -81,8 +81,9 @@ def price(
     """
     check_plan(problem, plan)
     pricer = _Pricer(problem, plan, _is_in_turn(plan) if in_turn is None else in_turn)
-    held = {m: pricer.idle_bytes(m) for m in plan.model_stages}
-    stages = {m: pricer.stage(m, held, (settings or {}).get(m)) for m in plan.model_stages}
+    given = settings or {}
+    held = {m: pricer.idle_bytes(m) for m in plan.model_stages} if given.keys() < set(plan.model_stages) else {}
+    stages = {m: pricer.stage(m, held, given.get(m)) for m in plan.model_stages}
     return PlanPrice(
         plan=plan,
         stages=stages,
