@@ -218,8 +218,8 @@ class Combiner:
 
     @property
     def spent(self) -> bool:
-        """Whether a plan was found and the budget for proving it the fastest is used up."""
-        return self.best is not None and self.num_expanded >= self.budget
+        """Whether a plan was found, here or before, and the budget for proving it the fastest is used up."""
+        return self.best_seconds < math.inf and self.num_expanded >= self.budget
 
     @property
     def gap(self) -> float:
@@ -297,7 +297,7 @@ class Combiner:
             held = sum(block.idle for block in part.blocks)
             highest = max(block.peak for block in part.blocks)
             return np.asarray(idle + held + others + np.maximum(peak, highest) <= room)
-        fits = np.full(len(table), True)
+        fits = table.num_devices + self._devices_of_others(part, m) <= self.line.num_devices
         for block, members in zip(part.blocks, part.members, strict=True):
             forced = table.num_devices + block.grain * block.groups > self.line.num_devices
             if any(member.stage is m.stage for member in members):
@@ -305,6 +305,17 @@ class Combiner:
             else:
                 fits &= ~forced | (idle + block.idle + np.maximum(peak, block.peak) <= room)
         return fits
+
+    def _devices_of_others(self, part: _Part, m: ModelStage) -> int:
+        """Devices that roles other than the one of `m` keep to themselves, at least; 0 where roles may share."""
+        if self.placement is not Placement.DISJOINT:
+            return 0
+        held: dict[str, int] = {}
+        for other in self.order:
+            devices = self.tables[other].num_devices
+            least = int(devices[part.rows[other]]) if other in part.rows else int(devices.min())
+            held[other.role] = max(held.get(other.role, 0), least)
+        return sum(devices for role, devices in held.items() if role != m.role)
 
     def _sync_to_come(self, model_stage: ModelStage, part: _Part, floors: Floats) -> Floats | float:
         """[rows]: seconds that bringing weights to another model-stage, chosen later, adds at least."""

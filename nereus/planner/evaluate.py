@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from nereus.cluster import Link
 from nereus.errors import PlanError
 from nereus.plan import ModelStage, Plan, Stage, StagePlan
-from nereus.planner.combine import Placement
 from nereus.planner.cost import Span, StageCost
 from nereus.planner.memory import Recompute, StageMemory, stage_memory
 from nereus.planner.placement import Line, speed_ranks
@@ -161,9 +160,7 @@ class _Pricer:
     def accelerator(self, m: ModelStage) -> str:
         """The slowest type that a block of the model-stage reaches, in planning order."""
         last = max(place for place, d in enumerate(self.problem.line.devices) if d.id in self.members[m])
-        return max(
-            (d.accelerator for d in self.problem.line.devices[: last + 1]), key=self.ranks.__getitem__
-        )
+        return max((d.accelerator for d in self.problem.line.devices[: last + 1]), key=self.ranks.__getitem__)
 
     def span(self, m: ModelStage) -> Span:
         cluster, stage_plan = self.problem.cluster, self.plan[m]
@@ -204,9 +201,7 @@ class _Pricer:
         """Most bytes the model-stage may hold while others run, over its settings."""
         return max(self.memory(m, *setting).idle_bytes for setting in self._settings(m))
 
-    def stage(
-        self, m: ModelStage, held: dict[ModelStage, int], setting: tuple[int, Recompute] | None
-    ) -> StagePrice:
+    def stage(self, m: ModelStage, held: dict[ModelStage, int], setting: tuple[int, Recompute] | None) -> StagePrice:
         """The model-stage under `setting`, or the fastest setting that fits beside what others hold."""
         shares = self.plan.shares_weights(m) is not None
         if setting is not None:

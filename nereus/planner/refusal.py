@@ -37,7 +37,9 @@ def refuse(pricing: Pricing, placement: Placement) -> Refusal:
         for stage in Stage:
             needed = sum(m.stage is stage for m in stages)
             if needed > line.num_devices:
-                reason = f"{needed} model-stages of {stage} run at once and need a device each; {line.num_devices} given"
+                reason = (
+                    f"{needed} model-stages of {stage} run at once and need a device each; {line.num_devices} given"
+                )
                 return Refusal("devices", reason, ("placement colocated lets them take turns",))
     return _memory(pricing, tables)
 
@@ -60,17 +62,16 @@ def _memory(pricing: Pricing, tables: dict[ModelStage, Candidates]) -> Refusal:
     held = sum(int(np.minimum(t.idle, t.shared_idle).min()) for t in tables.values())
     parts = ", ".join(f"{m} {least[m][0] / GB:.1f} GB as {least[m][1]}" for m in least)
     reason = (
-        f"memory: each model-stage fits alone ({parts}) but no arrangement keeps the sum of what shares a device within "
-        f"the usable {usable / GB:.1f} GB (idle state alone is {held / GB:.1f} GB at its leanest)"
+        f"memory: each model-stage fits alone ({parts}) but no arrangement keeps the sum of what "
+        f"shares a device within the usable {usable / GB:.1f} GB (idle state alone is {held / GB:.1f} GB at its leanest)"
     )
     return Refusal("memory", reason, _larger(pricing, usable + held))
 
 
 def _larger(pricing: Pricing, needed: int) -> tuple[str, ...]:
     """What would lift a memory limit."""
-    share = pricing.line.max_capacity / max(d.memory_bytes for d in pricing.line.devices)
-    size = math.ceil(needed / min(share, 1 - pricing.line.headroom) / GB)
+    size = math.ceil(needed / (1 - pricing.line.headroom) / GB)
     return (
-        f"valid: devices of about {size} GB or more, more devices to split the model over, a smaller model, "
-        f"shorter responses or a higher --memory-gb",
+        f"valid: about {size} GB a device (or as --memory-gb) or more, more devices to split the models over, smaller "
+        f"models, or shorter responses",
     )

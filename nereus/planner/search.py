@@ -24,6 +24,13 @@ from nereus.planner.problem import PlanningProblem
 from nereus.planner.rearrange import nearest_spans
 from nereus.planner.refusal import Refusal, refuse
 
+EXACT_DEVICES = 64
+"""Up to so many devices the search always proves that its choice is the fastest."""
+
+BUDGET = 300
+"""Partial choices looked into on more devices; `Choice.gap` then says what is left unproven."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
     """How a model-stage runs within its layout, and what the planner expects of it.
@@ -45,6 +52,7 @@ class Choice:
 
     wave_seconds: the parts of the critical path, wave after wave. sync_seconds: weight synchronizations at its end.
     idle_devices: devices of the cluster that the plan leaves without work.
+    gap: share by which a faster plan might undercut this one at most; 0 where it is proven the fastest.
     """
 
     plan: Plan
@@ -53,6 +61,7 @@ class Choice:
     sync_seconds: dict[tuple[ModelStage, ModelStage], float]
     placement: Placement
     idle_devices: tuple[int, ...]
+    gap: float = 0.0
 
     @property
     def step_seconds(self) -> float:
@@ -80,7 +89,7 @@ def search(
     for placement in placements:
         found = optimum(problem, placement, restricted)
         if found is not None:
-            return _choice(problem, found, placement, current)
+            return _choice(problem, *found, placement, current)
     return refuse(problem.pricing, problem.limits.placement)
 
 
@@ -104,19 +113,22 @@ class _Restriction:
 
 def optimum(
     problem: PlanningProblem, placement: Placement, restriction: "_Restriction | None" = None
-) -> Combination | None:
-    """The fastest combination under one placement rule, or None where nothing fits."""
+) -> tuple[Combination, float] | None:
+    """The fastest combination under one placement rule and the gap left unproven, or None where nothing fits."""
     in_turn, pricing, line = placement is Placement.COLOCATED, problem.pricing, problem.line
     restriction = restriction or _Restriction({}, {})
+    budget = None if line.num_devices <= EXACT_DEVICES else BUDGET
     sketches = {m: pricing.sketch(m, in_turn=in_turn) for m in problem.workflow.model_stages}
     first = None
     if not restriction.fixed:
         quick = {m: restriction.apply(s.candidates(s.powers_of_two())) for m, s in sketches.items()}
-        first = _combine(problem, quick, placement, math.inf)
+        first = _combiner(problem, quick, placement, math.inf, budget).solve()
     limit_s = first.step_seconds if first else math.inf
     tables = _hopeful(sketches, line, limit_s, in_turn=in_turn)
     tables = {m: restriction.apply(table) for m, table in tables.items()}
-    return _combine(problem, tables, placement, limit_s) or first
+    combiner = _combiner(problem, tables, placement, limit_s, budget)
+    found = combiner.solve() or first
+    return (found, combiner.gap) if found else None
 
 
 def _hopeful(
@@ -128,9 +140,13 @@ def _hopeful(
     return {m: s.candidates(bounds.completions(m, {}, nothing).sum(axis=1) < limit_s) for m, s in sketches.items()}
 
 
-def _combine(
-    problem: PlanningProblem, tables: Mapping[ModelStage, Candidates], placement: Placement, limit_s: float
-) -> Combination | None:
+def _combiner(
+    problem: PlanningProblem,
+    tables: Mapping[ModelStage, Candidates],
+    placement: Placement,
+    limit_s: float,
+    budget: int | None,
+) -> Combiner:
     return Combiner(
         problem.line,
         {m: best_settings(table) for m, table in tables.items()},
@@ -138,10 +154,13 @@ def _combine(
         sync_price=problem.pricing.sync_price,
         placement=placement,
         limit_s=limit_s,
-    ).solve()
+        budget=budget,
+    )
 
 
-def _choice(problem: PlanningProblem, found: Combination, placement: Placement, current: Plan | None) -> Choice:
+def _choice(
+    problem: PlanningProblem, found: Combination, gap: float, placement: Placement, current: Plan | None
+) -> Choice:
     """The combination as a plan of device ids, placed near the current one."""
     line = problem.line
     spans = nearest_spans(line, found, placement, current) if current else found.spans
@@ -154,6 +173,7 @@ def _choice(problem: PlanningProblem, found: Combination, placement: Placement, 
         sync_seconds=found.sync_seconds,
         placement=placement,
         idle_devices=tuple(d for d in problem.cluster.device_ids if d not in used),
+        gap=gap,
     )
 
 

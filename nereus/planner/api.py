@@ -1,0 +1,349 @@
+"""`nereus.plan(...)`: the planner for people. Names and texts in, a typed result out; the command only prints it.
+
+names, cluster, lengths -> PlanningProblem -> search -> PlanResult: stages, critical path, runners-up, exclusions
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nereus.cluster import GB, Cluster, load_cluster
+from nereus.errors import ConfigError, DataError, PlanError
+from nereus.model import Head, ModelSpec
+from nereus.models import load_spec
+from nereus.plan import Layout, ModelStage, Plan, Role, StagePlan, parse_stage_plan
+from nereus.planner.calibration import Calibration
+from nereus.planner.combine import Placement
+from nereus.planner.cost import CostModel
+from nereus.planner.evaluate import PlanPrice, price, tokens_per_second
+from nereus.planner.memory import PRECISIONS
+from nereus.planner.pricing import Space
+from nereus.planner.problem import Limits, PlanningProblem
+from nereus.planner.refusal import Refusal
+from nereus.planner.search import Choice, search
+from nereus.planner.workload import Lengths, Workload
+from nereus.workflow import CRITIC_OF, workflow_for
+
+MAX_QUANTILES = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another plan and what it would cost; `note` says what it differs in."""
+
+    price: PlanPrice
+    note: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Excluded:
+    """A setting that would be faster for one model-stage, and the limit that keeps it out."""
+
+    model_stage: ModelStage
+    shape: str
+    seconds: float
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanResult:
+    """What `nereus plan` shows: a choice with its price, or a refusal; and what else there was."""
+
+    problem: PlanningProblem
+    choice: Choice | None
+    price: PlanPrice | None
+    refusal: Refusal | None
+    alternatives: tuple[Alternative, ...] = ()
+    excluded: tuple[Excluded, ...] = ()
+    compared: PlanPrice | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def feasible(self) -> bool:
+        return self.choice is not None
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.choice.plan if self.choice else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return tokens_per_second(self.problem, self.price.step_seconds) if self.price else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The form of the contracts."""
+        found: dict[str, Any] = {
+            "feasible": self.feasible,
+            "reason": str(self.refusal) if self.refusal else None,
+            "limit": self.refusal.limit if self.refusal else None,
+            "step_s": self.price.step_seconds if self.price else None,
+            "tokens_per_s": self.tokens_per_second,
+            "stages": _stages_json(self.price) if self.price else [],
+            "wave_s": list(self.price.wave_seconds) if self.price else [],
+            "sync_s": _syncs_json(self.price) if self.price else {},
+            "placement": self.choice.placement.value if self.choice else None,
+            "gap": self.choice.gap if self.choice else None,
+            "idle_devices": list(self.choice.idle_devices) if self.choice else [],
+            "alternatives": [
+                {"step_s": a.price.step_seconds, "note": a.note, "plan": str(a.price.plan),
+                 "stages": _stages_json(a.price)}
+                for a in self.alternatives
+            ],
+            "excluded": [
+                {"model_stage": e.model_stage.name, "shape": e.shape, "seconds": e.seconds, "reason": e.reason}
+                for e in self.excluded
+            ],
+            "notes": list(self.notes),
+        }  # fmt: skip
+        if self.compared:
+            found["compared"] = {
+                "step_s": self.compared.step_seconds,
+                "feasible": self.compared.feasible,
+                "excess_gb": max(0.0, self.compared.excess_bytes / GB),
+                "stages": _stages_json(self.compared),
+            }
+        return found
+
+
+def _stages_json(priced: PlanPrice) -> list[dict[str, Any]]:
+    rows = []
+    for row in priced.plan.to_json():
+        stage = priced.stages[ModelStage.parse(row["model_stage"])]
+        parts = {part: size / GB for part, size in stage.memory.active.items()}
+        rows.append(
+            row
+            | {
+                "seconds": stage.cost.seconds,
+                "micro_batch": stage.micro_batch,
+                "recompute": stage.recompute.value,
+                "shares_weights": stage.shares_weights,
+                "memory_gb": {"total": stage.memory.active_bytes / GB, **parts},
+                "idle_gb": stage.memory.idle_bytes / GB,
+            }
+        )
+    return rows
+
+
+def _syncs_json(priced: PlanPrice) -> dict[str, float]:
+    return {f"{source} -> {target}": seconds for (source, target), seconds in priced.sync_seconds.items()}
+
+
+def plan(
+    model: str | ModelSpec,
+    cluster: str | Cluster,
+    *,
+    algorithm: str = "ppo",
+    batch: int = 512,
+    prompt: float = 1024,
+    response: float | Lengths = 1024,
+    n: int = 1,
+    mini_batches: int = 1,
+    memory_gb: float | None = None,
+    placement: str | Placement = Placement.FREE,
+    critic: str | ModelSpec | None = None,
+    reward: str | ModelSpec | None = None,
+    reference: str | ModelSpec | None = None,
+    dtype: str = "bfloat16",
+    paper_space: bool = False,
+    explain: bool = False,
+    compare: str | Mapping[str, str] | None = None,
+    current: Plan | None = None,
+    calibration: Calibration | None = None,
+) -> PlanResult:
+    """The best plan of a job on a cluster, or why there is none.
+
+    model, critic, reward, reference: HF folder, config.json or built-in name; the last three default to the actor's
+    shape (`reward` to no reward model). response: mean tokens, or a distribution. memory_gb: devices count as having
+    no more. compare: a plan to price as well. Raises InputError where what is asked cannot be read.
+    """
+    problem = problem_for(
+        model, cluster, algorithm=algorithm, batch=batch, prompt=prompt, response=response, n=n,
+        mini_batches=mini_batches, memory_gb=memory_gb, placement=placement, critic=critic, reward=reward,
+        reference=reference, dtype=dtype, paper_space=paper_space, calibration=calibration,
+    )  # fmt: skip
+    return plan_problem(problem, explain=explain, compare=compare, current=current)
+
+
+def problem_for(
+    model: str | ModelSpec,
+    cluster: str | Cluster,
+    *,
+    algorithm: str,
+    batch: int,
+    prompt: float,
+    response: float | Lengths,
+    n: int = 1,
+    mini_batches: int = 1,
+    memory_gb: float | None = None,
+    placement: str | Placement = Placement.FREE,
+    critic: str | ModelSpec | None = None,
+    reward: str | ModelSpec | None = None,
+    reference: str | ModelSpec | None = None,
+    dtype: str = "bfloat16",
+    paper_space: bool = False,
+    calibration: Calibration | None = None,
+) -> PlanningProblem:
+    """The planning problem that the arguments of `plan` describe."""
+    for name, value in (("batch", batch), ("prompt", prompt), ("n", n), ("mini_batches", mini_batches)):
+        if value < 1:
+            raise ConfigError(name, f"{value} given; at least 1 is needed")
+    if memory_gb is not None and memory_gb <= 0:
+        raise ConfigError("memory-gb", f"{memory_gb} given; it must be positive")
+    if algorithm not in CRITIC_OF:
+        raise ConfigError("algorithm", f"no {algorithm!r}; known: {', '.join(CRITIC_OF)}")
+    if placement not in set(Placement):
+        raise ConfigError("placement", f"no {placement!r}; known: {', '.join(Placement)}")
+    if dtype not in PRECISIONS:
+        raise ConfigError("dtype", f"no {dtype!r}; known: {', '.join(PRECISIONS)}")
+    devices = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    actor = _spec(model)
+    specs = {Role.ACTOR: actor, Role.REFERENCE: _spec(reference) if reference else actor}
+    if CRITIC_OF[algorithm]:
+        specs[Role.CRITIC] = (_spec(critic) if critic else actor).with_head(Head.SCORE)
+    if reward:
+        specs[Role.REWARD] = _spec(reward).with_head(Head.SCORE)
+    lengths = response if isinstance(response, Lengths) else Lengths.constant(float(response))
+    workload = Workload(batch, float(prompt), lengths, n=n, mini_batches=mini_batches)
+    return PlanningProblem(
+        workflow=workflow_for(algorithm, reference=True, reward_model=reward is not None),
+        specs=specs,
+        cluster=devices,
+        workload=workload,
+        precision=PRECISIONS[dtype],
+        cost=CostModel(devices, calibration or Calibration(devices.accelerators)),
+        limits=Limits(
+            memory_cap_bytes=None if memory_gb is None else int(memory_gb * GB),
+            placement=Placement(placement),
+            space=Space(paper=paper_space),
+        ),
+    )
+
+
+def _spec(model: str | ModelSpec) -> ModelSpec:
+    return model if isinstance(model, ModelSpec) else load_spec(model)
+
+
+def load_lengths(path: str | Path) -> Lengths:
+    """A response length distribution from a file: a JSON list, or one number a line (a CSV's last column)."""
+    source = Path(path)
+    if not source.is_file():
+        raise DataError(f"lengths file {path}: not found")
+    text = source.read_text()
+    try:
+        if text.lstrip().startswith("["):
+            values = [float(value) for value in json.loads(text)]
+        else:
+            cells = [line.split(",")[-1].strip() for line in text.splitlines() if line.strip()]
+            values = [float(cell) for cell in cells if cell.replace(".", "", 1).isdigit()]
+    except (TypeError, ValueError) as error:
+        raise DataError(f"lengths file {path}: {error}; write one number a line or a JSON list") from None
+    if not values or min(values) < 0:
+        raise DataError(f"lengths file {path}: no lengths found; write one number of tokens a line or a JSON list")
+    values.sort()
+    if len(values) > MAX_QUANTILES:
+        size = len(values)
+        values = [values[size * (i + 1) // MAX_QUANTILES - 1] for i in range(MAX_QUANTILES)]
+    return Lengths(tuple(values))
+
+
+def plan_problem(
+    problem: PlanningProblem,
+    *,
+    explain: bool = False,
+    compare: str | Mapping[str, str] | None = None,
+    current: Plan | None = None,
+) -> PlanResult:
+    """Search a problem, and price what stands beside the choice."""
+    found = search(problem, current=current)
+    compared = price(problem, parse_plan(problem, compare, found)) if compare else None
+    if isinstance(found, Refusal):
+        return PlanResult(problem, None, None, found, compared=compared)
+    in_turn = found.placement is Placement.COLOCATED
+    settings = {m: (s.micro_batch, s.recompute) for m, s in found.settings.items()}
+    return PlanResult(
+        problem,
+        choice=found,
+        price=price(problem, found.plan, settings, in_turn=in_turn),
+        refusal=None,
+        alternatives=tuple(runners_up(problem, found)) if explain else (),
+        excluded=tuple(tempting(problem, found)) if explain else (),
+        compared=compared,
+        notes=tuple(_notes(problem, found)),
+    )
+
+
+def parse_plan(problem: PlanningProblem, text: str | Mapping[str, str], found: Choice | Refusal) -> Plan:
+    """A plan such as `actor-training=d4t2p2 critic-training=d2t2p2`; model-stages not named keep those of the choice.
+
+    Without devices a model-stage takes the first of those that no concurrent one named before it has taken.
+    """
+    if isinstance(text, str):
+        pairs = [part.partition("=") for part in text.replace(";", " ").split()]
+        if not pairs or not all(mark and value for _, mark, value in pairs):
+            raise PlanError(f"plan {text!r}: write actor-training=d4t2p2 with optional devices, d4t2p2@0-15")
+        text = {name: value for name, _, value in pairs}
+    base = dict(found.plan.stages) if isinstance(found, Choice) else {}
+    named: dict[ModelStage, StagePlan] = {}
+    ids = [device.id for device in problem.line.devices]
+    for name, value in text.items():
+        model_stage = ModelStage.parse(name)
+        taken = {d for m, p in named.items() if m.stage is model_stage.stage for d in p.devices}
+        free = [d for d in ids if d not in taken]
+        named[model_stage] = parse_stage_plan(value, default_devices=free or ids)
+    return Plan.of({**base, **named})
+
+
+def runners_up(problem: PlanningProblem, choice: Choice) -> list[Alternative]:
+    """The best plan with another layout for each model-stage in turn, fastest first."""
+    found: dict[Plan, Alternative] = {}
+    for model_stage, stage_plan in choice.plan.stages:
+        other = search(problem, current=choice.plan, excluded={model_stage: (stage_plan.layout, stage_plan.dp)})
+        if isinstance(other, Choice) and other.plan not in found:
+            settings = {m: (s.micro_batch, s.recompute) for m, s in other.settings.items()}
+            note = f"{model_stage} as {other.plan[model_stage].shape} instead of {stage_plan.shape}"
+            found[other.plan] = Alternative(price(problem, other.plan, settings), note)
+    return sorted(found.values(), key=lambda a: a.price.step_seconds)
+
+
+def tempting(problem: PlanningProblem, choice: Choice) -> list[Excluded]:
+    """For each model-stage the fastest setting were there no limit of memory, and what keeps it out."""
+    line = problem.line
+    unbounded = dataclasses.replace(problem.pricing, line=line.with_capacity(1 << 60))
+    found: list[Excluded] = []
+    for m, setting in choice.settings.items():
+        table = unbounded.candidates(m, in_turn=choice.placement is Placement.COLOCATED)
+        row = int(table.total_seconds.argmin())
+        best = table[row]
+        seconds = float(table.total_seconds[row])
+        if seconds >= setting.seconds * (1 - 1e-9):
+            continue
+        usable = line.max_capacity / GB
+        if best.active_bytes > line.max_capacity:
+            reason = f"memory: needs {best.active_bytes / GB:.1f} GB on a device, {usable:.1f} GB are usable"
+        elif _would_be_slower(problem, choice, m, best.layout, best.dp):
+            reason = "devices: what runs beside it, or synchronizes with it, would lose more than this gains"
+        else:
+            reason = f"memory: with what shares its devices more than the usable {usable:.1f} GB"
+        found.append(Excluded(m, f"{best.shape} micro-batch {best.micro_batch}", seconds, reason))
+    return found
+
+
+def _would_be_slower(problem: PlanningProblem, choice: Choice, m: ModelStage, layout: Layout, dp: int) -> bool:
+    other = search(problem, fixed={m: (layout, dp)})
+    return isinstance(other, Choice) and other.step_seconds >= choice.step_seconds * (1 - 1e-9)
+
+
+def _notes(problem: PlanningProblem, choice: Choice) -> list[str]:
+    notes = []
+    if choice.idle_devices:
+        notes.append(
+            f"{len(choice.idle_devices)} of {problem.cluster.num_devices} devices stay idle: "
+            f"{problem.workload.num_samples} samples a step do not keep more busy"
+        )
+    if choice.placement is not problem.limits.placement:
+        notes.append("no plan with disjoint concurrent model-stages fits; they share all devices and take turns")
+    if choice.gap:
+        notes.append(f"a faster plan, if there is one, saves at most {choice.gap:.1%}")
+    return notes
