@@ -145,6 +145,7 @@ def _setup(config: RunConfig, data: RunData, roles: Mapping[Role, RoleSetup], re
         ),
         seed=config.trainer.seed,
         timeout=CALL_TIMEOUT,
+        checkpoints=config.run.dir.absolute() / "checkpoints",
     )
 
 

@@ -89,6 +89,7 @@ def make_setup(
         sampling=SamplingParams(MAX_RESPONSE, stop_ids=STOPS),
         seed=3,
         timeout=timedelta(seconds=timeout_s),
+        checkpoints=root / "checkpoints",
     )
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,8 +63,28 @@ class Manifest:
     counters: Mapping[str, Counters]
     files: tuple[SavedRank, ...]
 
+    @classmethod
+    def joined(cls, step: int, parts: "Iterable[SavedState]") -> "Manifest":
+        """Of what every worker wrote; raises CheckpointError where ranks disagree on their counters."""
+        counters: dict[str, Counters] = {}
+        files: list[SavedRank] = []
+        for part in parts:
+            files += part.files
+            for name, found in part.counters.items():
+                if counters.setdefault(name, found) != found:
+                    raise CheckpointError(f"step {step}: ranks of {name} disagree: {counters[name]} and {found}")
+        return cls(step, counters, tuple(files))
+
     def of(self, model_stage: ModelStage) -> tuple[SavedRank, ...]:
         return tuple(file for file in self.files if file.model_stage == model_stage)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedState:
+    """What one worker wrote: its files, and the counters of each model-stage."""
+
+    files: tuple[SavedRank, ...]
+    counters: Mapping[str, Counters]
 
 
 def save_rank(folder: Path, model_stage: ModelStage, state: UnitState) -> tuple[SavedRank, ...]:

@@ -86,6 +86,14 @@ class Runtime(abc.ABC):
         """Move the live state to `target`."""
 
     @abc.abstractmethod
+    def suspend(self, step: int) -> None:
+        """Save the trained state as it is after `step` and give every device back."""
+
+    @abc.abstractmethod
+    def resume(self, plan: Plan) -> None:
+        """Go on from the last `suspend`, on `plan`."""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """End everything this runtime started; may be called twice."""
 

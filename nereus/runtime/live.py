@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from nereus.algorithms.base import Algorithm, Objective
 from nereus.algorithms.buffer import RolloutBatch, shares
 from nereus.algorithms.loop import Loop, Score, Stages, Update
 from nereus.algorithms.types import OutputKind, Sample
+from nereus.checkpoint.store import CheckpointStore, Manifest, SavedState
 from nereus.cluster import Cluster
 from nereus.data.prompts import Prompt, PromptOrder
 from nereus.engines.generate import Completion, Request
@@ -54,7 +56,7 @@ GRACE = timedelta(seconds=2)
 class JobSetup:
     """Everything a job is besides its plan and its workers.
 
-    batch: prompts a step; timeout: how long any call of the driver may take.
+    batch: prompts a step; timeout: how long any call of the driver may take; checkpoints: where saved state goes.
     """
 
     workflow: Workflow
@@ -68,6 +70,7 @@ class JobSetup:
     sampling: SamplingParams
     seed: int
     timeout: timedelta
+    checkpoints: Path
 
 
 class LiveStages(Stages):
@@ -155,6 +158,7 @@ class LiveRuntime(Runtime):
 
     def __init__(self, pool: Pool, setup: JobSetup, plan: Plan) -> None:
         self._pool, self._setup = pool, setup
+        self._checkpoints = CheckpointStore(setup.checkpoints)
         self._stages = LiveStages(pool, setup)
         self._loop = Loop(setup.workflow, setup.algorithm, self._stages, setup.score, seed=setup.seed)
         self._initial, self._generations = plan, 0
@@ -162,13 +166,37 @@ class LiveRuntime(Runtime):
 
     def start(self) -> None:
         """Start the workers of the initial plan and load every model's weights."""
-        plan, generation = self._initial, 0
+        self._raise(self._initial, self._generations)
+
+    def _raise(self, plan: Plan, generation: int, saved: tuple[Path, Manifest] | None = None) -> None:
+        """Build a whole job on workers that hold nothing yet: from the folders, trained state from a checkpoint."""
         self._setup.workflow.check_plan(plan)
         self._pool.start(plan.devices)
         self._on(plan.devices, Worker.allocate, generation, plan, self._setup.roles)
         self._on(plan.devices, Worker.seat, generation, plan, self._setup.roles, nodes_of(self._pool))
         self._on(plan.devices, Worker.load, generation)
+        if saved is not None:
+            self._on(plan.devices, Worker.restore, generation, *saved)
         self._stages.plan, self._stages.generation = plan, generation
+        if saved is not None:
+            self._synchronize()
+
+    def suspend(self, step: int) -> None:
+        plan, generation = self.plan, self._stages.generation
+        trained = [model_stage for model_stage in plan.model_stages if model_stage.stage is Stage.TRAINING]
+        folder = self._checkpoints.begin(step)
+        parts: list[SavedState] = []
+        for model_stage in trained:
+            parts += self._on(plan[model_stage].units[0], Worker.save, generation, model_stage, folder).values()
+        manifest = Manifest.joined(step, parts)
+        self._checkpoints.commit(manifest, {m: self._setup.roles[m.role].spec for m in trained})
+        self._pool.stop(self._pool.devices)
+        self._stages.plan = Plan(())
+
+    def resume(self, plan: Plan) -> None:
+        folder, manifest, _ = self._checkpoints.latest()
+        self._generations += 1
+        self._raise(plan, self._generations, (folder, manifest))
 
     @property
     def plan(self) -> Plan:
@@ -203,6 +231,7 @@ class LiveRuntime(Runtime):
             sync_s=sync_s,
             sync_bytes=sync_bytes,
             operations=self._operations(),
+            peak_bytes=self._on(self.plan.devices, Worker.peak_bytes),
         )
 
     def _operations(self) -> dict[str, tuple[float, float]]:

@@ -6,11 +6,14 @@ Ray is started here with as many slots as the job wants workers, or joined where
 is left running. State never passes through Ray: workers move it among themselves.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -29,6 +32,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 START_TIMEOUT = timedelta(seconds=120)
+END_TIMEOUT = timedelta(seconds=5)
 
 
 class _Actor:
@@ -37,9 +41,9 @@ class _Actor:
     def __init__(self, device: int, settings: WorkerSettings) -> None:
         self._worker = Worker(device, settings)
 
-    def ready(self) -> str:
-        """The address of the node it runs on."""
-        return str(ray.util.get_node_ip_address())
+    def ready(self) -> tuple[str, int]:
+        """The address of the node it runs on and its process."""
+        return str(ray.util.get_node_ip_address()), os.getpid()
 
     def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], shared: tuple[Any, ...]) -> Any:
         """Call a method; `shared` holds the arguments that travelled as objects, in the order of their places."""
@@ -80,45 +84,58 @@ class RayPool(Pool):
         self._store: StoreServer | None = None
         self._actors: dict[int, Any] = {}
         self._nodes: dict[int, str] = {}
-        self._started_ray = False
+        self._processes: dict[int, int] = {}
+        self._calls: dict[Future[Any], tuple[int, str]] = {}
+        self._connected = False
 
     def connect(self) -> None:
         """Start or join Ray; raises ClusterError where the cluster has fewer slots than the job wants."""
         if ray.is_initialized():
             return
+        self._connected = True
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         if self._settings.address is None:
-            ray.init(num_cpus=self._settings.num_workers, include_dashboard=False, **quiet)
-            self._started_ray = True
+            # `local`: without an address Ray would join whatever cluster it finds on this machine
+            ray.init("local", num_cpus=self._settings.num_workers, include_dashboard=False, **quiet)
         else:
             package = str(Path(nereus.__file__).parent)
             try:
-                ray.init(
-                    self._settings.address,
-                    runtime_env={"py_modules": [package]},
-                    logging_level=logging.ERROR,
-                    log_to_driver=False,
-                )
-            except ConnectionError as error:
-                raise ClusterError(f"cluster.address {self._settings.address}: {error}") from None
-        self._check_slots()
+                ray.init(self._settings.address, runtime_env={"py_modules": [package]}, **quiet)
+            except (ConnectionError, ValueError) as error:
+                raise ClusterError(f"cluster.address {self._settings.address}: {_first_line(error)}") from None
+        self._check_slots(self._settings.num_workers)
 
-    def _check_slots(self) -> None:
+    def _check_slots(self, needed: int) -> None:
         kind = "GPU" if self._settings.device == "cuda" else "CPU"
-        available = {n["NodeManagerAddress"]: int(n["Resources"].get(kind, 0)) for n in ray.nodes() if n["Alive"]}
-        if sum(available.values()) < self._settings.num_workers:
-            per_node = ", ".join(f"{node}: {count}" for node, count in available.items())
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        slots = [int(node["Resources"].get(kind, 0)) for node in nodes]
+        if sum(slots) < needed:
+            per_node = ", ".join(f"{n['NodeManagerAddress']}: {count}" for n, count in zip(nodes, slots, strict=True))
             raise ClusterError(
-                f"cluster.workers needs {self._settings.num_workers} devices; Ray has {sum(available.values())} {kind} "
-                f"slots ({per_node})"
+                f"cluster.workers: {needed} devices are needed, {sum(slots)} {kind} slots are available ({per_node})"
             )
 
-    def check_shared(self, folder: Path) -> None:
-        """On a joined cluster, raise ClusterError naming the nodes that do not see `folder`."""
+    def check_shared(self, path: Path) -> None:
+        """On a joined cluster, raise ClusterError naming the nodes that do not see a file, or what is written in a
+        folder."""
         if self._settings.address is None:
             return
-        mark = folder / ".seen-by-every-node"
-        mark.touch()
+        mark = path
+        if path.is_dir():
+            mark = path / f".seen-by-every-node-{uuid.uuid4().hex}"
+            mark.touch()
+        try:
+            blind = self._blind_nodes(mark)
+        finally:
+            if mark != path:
+                mark.unlink()
+        if blind:
+            raise ClusterError(
+                f"{path.absolute()} is not seen by {', '.join(blind)}; name a place that all nodes share"
+            )
+
+    def _blind_nodes(self, mark: Path) -> list[str]:
+        """Addresses of the nodes on which a file does not exist."""
         seen = ray.remote(num_cpus=0)(_exists)
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         nodes = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}
@@ -129,15 +146,14 @@ class RayPool(Pool):
             ],
             timeout=START_TIMEOUT.total_seconds(),
         )
-        mark.unlink()
-        blind = [address for address, answer in zip(nodes.values(), answers, strict=True) if not answer]
-        if blind:
-            raise ClusterError(
-                f"{folder.absolute()} is not seen by {', '.join(blind)}; name a folder that all nodes share"
-            )
+        return [address for address, answer in zip(nodes.values(), answers, strict=True) if not answer]
 
     def start(self, devices: Iterable[int]) -> None:
         self.connect()
+        new = [device for device in devices if device not in self._actors]
+        if not new:
+            return
+        self._check_slots(max(new) + 1)
         if self._store is None:
             self._store = serve_store(_own_address(self._settings), timeout=self._settings.timeout)
         settings = WorkerSettings(
@@ -146,17 +162,17 @@ class RayPool(Pool):
             device=self._settings.device,
             memory_bytes=self._settings.memory_bytes,
         )
-        new = [device for device in devices if device not in self._actors]
         for device in new:
             self._actors[device] = self._actor_class().remote(device, settings)
         try:
-            nodes = ray.get([self._actors[d].ready.remote() for d in new], timeout=START_TIMEOUT.total_seconds())
+            places = ray.get([self._actors[d].ready.remote() for d in new], timeout=START_TIMEOUT.total_seconds())
         except (GetTimeoutError, RayActorError) as error:
             self.stop(new)
             raise ClusterError(
-                f"{len(new)} workers did not start within {START_TIMEOUT.total_seconds():g} s: {error}"
+                f"{len(new)} workers did not start within {START_TIMEOUT.total_seconds():g} s: {_first_line(error)}"
             ) from None
-        self._nodes |= dict(zip(new, nodes, strict=True))
+        for device, (node, process) in zip(new, places, strict=True):
+            self._nodes[device], self._processes[device] = node, process
 
     def _actor_class(self) -> Any:
         if self._settings.device == "cuda":
@@ -169,16 +185,23 @@ class RayPool(Pool):
         shared = [arg.ref for arg in args if isinstance(arg, _Shared)]
         places = tuple(_Place() if isinstance(arg, _Shared) else arg for arg in args)
         ref = self._actors[device].run.remote(method.__name__, places, kwargs, shared)
-        return _translated(ref, device, method.__name__)
+        result = _translated(ref, device, method.__name__)
+        self._calls[result] = device, method.__name__
+        result.add_done_callback(lambda future: self._calls.pop(future, None))
+        return result
 
     def share(self, value: T) -> T:
         return _Shared(ray.put(value))  # type: ignore[return-value]
 
     def stop(self, devices: Iterable[int]) -> None:
         for device in list(devices):
-            actor = self._actors.pop(device)
-            self._nodes.pop(device, None)
-            ray.kill(actor, no_restart=True)
+            ray.kill(self._actors.pop(device), no_restart=True)
+            node, process = self._nodes.pop(device, None), self._processes.pop(device, None)
+            if process is not None and node == ray.util.get_node_ip_address():
+                _wait_for_end(process)
+            for call, (of, task) in list(self._calls.items()):
+                if of == device:
+                    _fail(call, WorkerError(device, task, "the worker was ended"))
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -197,17 +220,46 @@ class RayPool(Pool):
         if self._actors:
             self.stop(self.devices)
         self._store = None
-        if self._started_ray:
+        if self._connected:
             ray.shutdown()
-            self._started_ray = False
+            self._connected = False
 
 
 def _exists(path: str) -> bool:
     return Path(path).exists()
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _wait_for_end(process: int) -> None:
+    """Return when a killed process of this node is gone, or after some seconds."""
+    deadline = time.monotonic() + END_TIMEOUT.total_seconds()
+    while time.monotonic() < deadline and Path(f"/proc/{process}/fd/0").is_symlink():
+        time.sleep(0.005)
+
+
+def _fail(call: Future[Any], error: WorkerError) -> None:
+    """Give a call its error unless its answer has just come."""
+    with contextlib.suppress(InvalidStateError):
+        call.set_exception(error)
+
+
 def _own_address(settings: RaySettings) -> str:
     return "127.0.0.1" if settings.address is None else str(ray.util.get_node_ip_address())
+
+
+def _as_ours(error: BaseException, device: int, task: str) -> NereusError:
+    """The worker's own error where it is one of ours, else what happened to the worker."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, NereusError):
+            return cause
+        return WorkerError(device, task, f"{type(cause).__name__}: {_first_line(cause)}")
+    if isinstance(error, RayActorError):
+        return WorkerError(device, task, "the worker's process has died")
+    return WorkerError(device, task, f"{type(error).__name__}: {error}")
 
 
 def _translated(ref: Any, device: int, task: str) -> Future[Any]:
@@ -216,13 +268,11 @@ def _translated(ref: Any, device: int, task: str) -> Future[Any]:
 
     def done(source: Future[Any]) -> None:
         error = source.exception()
-        if error is None:
-            result.set_result(source.result())
-        elif isinstance(error, RayTaskError) and isinstance(error.cause, NereusError):
-            result.set_exception(error.cause)
-        else:
-            cause = error.cause if isinstance(error, RayTaskError) else error
-            result.set_exception(WorkerError(device, task, f"{type(cause).__name__}: {cause}"))
+        with contextlib.suppress(InvalidStateError):  # the worker was ended meanwhile
+            if error is None:
+                result.set_result(source.result())
+            else:
+                result.set_exception(_as_ours(error, device, task))
 
     ref.future().add_done_callback(done)
     return result

@@ -5,6 +5,7 @@
 Ready tasks that want the same device go in the workflow's order, so two runs of one plan do the same.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -14,11 +15,15 @@ from nereus.workflow import Task
 
 
 def run_tasks(tasks: Sequence[Task], plan: Plan, execute: Callable[[Task], None]) -> dict[ModelStage, float]:
-    """Seconds of each model-stage, summed over its tasks. The first error is raised once running tasks have ended."""
+    """Seconds of each model-stage, summed over its tasks.
+
+    The first error is raised once running tasks have ended; an interrupt at once: whoever ends the workers ends those.
+    """
     seconds: dict[ModelStage, float] = {task.model_stage: 0.0 for task in tasks}
     waiting, done = list(tasks), set[str]()
     running: dict[Future[float], Task] = {}
-    with ThreadPoolExecutor(max_workers=max(1, len(tasks)), thread_name_prefix="task") as threads:
+    threads = ThreadPoolExecutor(max_workers=max(1, len(tasks)), thread_name_prefix="task")
+    try:
         while waiting or running:
             busy = {device for task in running.values() for device in plan[task.model_stage].devices}
             for task in list(waiting):
@@ -32,7 +37,9 @@ def run_tasks(tasks: Sequence[Task], plan: Plan, execute: Callable[[Task], None]
                 task = running.pop(future)
                 seconds[task.model_stage] += future.result()
                 done.add(task.name)
-    return seconds
+        return seconds
+    finally:
+        threads.shutdown(wait=not isinstance(sys.exception(), KeyboardInterrupt))
 
 
 def _timed(execute: Callable[[Task], None], task: Task) -> float:

@@ -18,7 +18,7 @@ from nereus.algorithms.base import Objective
 from nereus.algorithms.buffer import RolloutBatch
 from nereus.algorithms.types import OutputKind
 from nereus.checkpoint.hf import load_unit
-from nereus.checkpoint.store import Manifest, SavedRank, restore_rank, save_rank
+from nereus.checkpoint.store import Manifest, SavedState, restore_rank, save_rank
 from nereus.engines.generate import Completion, Generator, Request
 from nereus.engines.memory import MemoryGauge
 from nereus.engines.meter import Meter, Totals
@@ -152,13 +152,10 @@ class Worker:
             if of == generation and self.residents.holds(generation, model_stage):
                 load_unit(seat.setup.folder, seat.setup.spec, seat.state, fresh_score=seat.setup.fresh_head)
 
-    def save(self, generation: int, model_stages: Sequence[ModelStage], folder: Path) -> tuple[SavedRank, ...]:
-        """Write the state this device holds of model-stages into a checkpoint's folder."""
-        return tuple(
-            saved
-            for model_stage in model_stages
-            for saved in save_rank(folder, model_stage, self.residents.state(generation, model_stage))
-        )
+    def save(self, generation: int, model_stage: ModelStage, folder: Path) -> SavedState:
+        """Write the state this device holds of a model-stage into a checkpoint's folder."""
+        state = self.residents.state(generation, model_stage)
+        return SavedState(save_rank(folder, model_stage, state), {model_stage.name: state.counters})
 
     def restore(self, generation: int, folder: Path, manifest: Manifest) -> None:
         """Fill the trained state of a generation from a checkpoint, whatever layout it was saved under."""
