@@ -77,7 +77,7 @@ class Effort:
 
     @classmethod
     def of(cls, quick: bool) -> "Effort":
-        return cls({"quickstart": 4}, 128) if quick else cls({"quickstart": 15, "125M": 3}, 4096)
+        return cls({"quickstart": 4}, 128) if quick else cls({"quickstart": 15, "125M": 2}, 2048)
 
 
 def run(quick: bool = False) -> dict[str, Any]:
