@@ -53,7 +53,8 @@ def replay(events: Iterable[Line], decider: Callable[[Line], Decider]) -> Iterat
                 if not ruled:
                     yield deciding.boundary(line["step"], _known(view))
                     ruled = True
-                deciding.moved(Plan.from_json(line["to"]), seconds=line["seconds"])
+                live = line["mode"] != "restart"
+                deciding.moved(Plan.from_json(line["to"]), seconds=line["seconds"] if live else None)
             case "step":
                 if not ruled:
                     yield deciding.boundary(line["step"], _known(view))

@@ -19,8 +19,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from nereus.errors import DataError
-from nereus.monitor.traces import DeviceTrace
+from nereus.config import SupplyConfig
+from nereus.errors import ConfigError, DataError
+from nereus.monitor.traces import DeviceTrace, read_trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,6 +103,25 @@ class TraceSupply(Supply):
                 announced.append(Announcement(tuple(sorted(leaving)), change.time_s - time_s))
                 here -= leaving
         return SupplyView(changes[index].devices, tuple(announced))
+
+
+def configured_supply(config: SupplyConfig, devices: Sequence[int]) -> Supply:
+    """The supply a recipe asks for; without a trace `devices` are there all the time.
+
+    Raises ConfigError where the trace needs devices that are not among them.
+    """
+    supply: Supply = StaticSupply(devices)
+    if config.trace is not None:
+        trace = read_trace(config.trace, seed=config.seed)
+        missing = sorted(set(trace.device_ids) - set(devices))
+        if missing:
+            raise ConfigError(
+                "supply.trace",
+                f"{config.trace} has up to {len(trace.device_ids)} devices; the cluster has {len(devices)} "
+                f"(set cluster.workers to {len(trace.device_ids)})",
+            )
+        supply = TraceSupply(trace)
+    return NoticedSupply(supply, config.notices) if config.notices is not None else supply
 
 
 NOTICE_TIMEOUT = timedelta(seconds=2)

@@ -61,13 +61,14 @@ class Evaluation(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepEnd(Event):
-    """A step with all its updates committed."""
+    """A step with all its updates committed. decision_s: what the controller took to rule before it."""
 
     type: ClassVar[str] = "step"
     plan: Plan
     report: StepReport
     transition_s: float = 0.0
     predicted_step_s: float | None = None
+    decision_s: float = 0.0
 
     def fields(self) -> dict[str, Any]:
         report = self.report
@@ -76,6 +77,7 @@ class StepEnd(Event):
             "plan_generation": report.plan_generation,
             "step_s": report.step_s,
             "predicted_step_s": self.predicted_step_s,
+            "decision_s": self.decision_s,
             "tasks": {model_stage.name: seconds for model_stage, seconds in report.task_s.items()},
             "operations": {name: {"work": w, "seconds": s} for name, (w, s) in report.operations.items()},
             "sync_s": report.sync_s,
@@ -93,6 +95,7 @@ class StepEnd(Event):
             "plan_generation": report.plan_generation,
             "timing_s/step": report.step_s,
             "timing_s/transition": self.transition_s,
+            "timing_s/decision": self.decision_s,
             **report.metrics,
         }
 

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nereus.errors import DataError
+from nereus.config import SupplyConfig
+from nereus.errors import ConfigError, DataError
 from nereus.monitor.supply import (
     Announcement,
     NoticedSupply,
     StaticSupply,
     SupplyView,
     TraceSupply,
+    configured_supply,
     parse_notices,
 )
 from nereus.monitor.traces import draw_devices, read_trace
@@ -144,6 +146,21 @@ def test_a_trace_can_announce_who_leaves(tmp_path):
 def test_a_static_supply_changes_when_it_was_told_to():
     supply = StaticSupply([1, 0], later=[(5.0, SupplyView((1,)))])
     assert [supply.at(t).devices for t in (0.0, 4.9, 5.0)] == [(0, 1), (0, 1), (1,)]
+
+
+def test_a_recipe_names_its_trace_and_notices(tmp_path):
+    trace = written(tmp_path, "t.csv", "time_s,devices\n0,2\n5,3\n")
+    notices = written(tmp_path, "n.json", '{"device": 0, "deadline_s": 4}')
+    supply = configured_supply(SupplyConfig(trace=trace, notices=str(notices)), range(3))
+    assert supply.at(1.0) == SupplyView((0, 1), (Announcement((0,), 4.0),))
+    assert supply.at(6.0) == SupplyView((1, 2))
+    assert configured_supply(SupplyConfig(), range(3)).at(9.0) == SupplyView((0, 1, 2))
+
+
+def test_a_trace_that_needs_more_devices_than_there_are_is_refused(tmp_path):
+    trace = written(tmp_path, "t.csv", "time_s,devices\n0,2\n5,6\n")
+    with pytest.raises(ConfigError, match="supply.trace: .* up to 6 devices; the cluster has 4 .*cluster.workers to 6"):
+        configured_supply(SupplyConfig(trace=trace), range(4))
 
 
 def test_a_notice_file_announces_a_device_and_takes_it_away_at_its_deadline(tmp_path):
