@@ -254,7 +254,10 @@ class Execution:
         if self.dag.mode is Mode.IN_PLACE:
             for number, refill in enumerate(self.ledger.refills()):
                 self._refill(f"g{self._generation}/refill{number}", refill)
-        self._movers.retire(self._generation)
+        try:
+            self._movers.retire(self._generation)
+        except NereusError as error:  # a lost worker takes its buffers with it
+            self.problems.append(error)
 
     def _refill(self, key: str, refill: Refill) -> None:
         """Build destroyed buffers again. Where a worker is lost the ledger keeps saying which units are not whole."""
