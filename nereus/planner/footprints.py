@@ -6,6 +6,7 @@ Of a pipeline's ranks four can be the fullest: the first, the last, and the firs
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from nereus.planner.memory import (
     SYNC_BUCKET_BYTES,
     Precision,
     Recompute,
+    backward_bytes_per_token,
+    forward_bytes_per_token,
+    largest_matrix_bytes,
     layer_bytes_per_token,
     state_numel,
 )
@@ -116,6 +120,10 @@ class Longest:
         return result
 
 
+def _largest_matrix(spec: ModelSpec, value_bytes: int, vocabulary: bool, tp: int) -> float:
+    return largest_matrix_bytes(spec, tp, value_bytes, vocabulary=vocabulary)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Footprints:
     """Bytes on the fullest rank, [rows]."""
@@ -162,7 +170,7 @@ class _StageFootprint:
         precision: Precision,
     ) -> None:
         self.stage, self.spec, self.table, self.at = model_stage.stage, spec, table, at
-        self.precision, self.recompute = precision, recompute
+        self.precision = precision
         self.trains = self.stage is Stage.TRAINING
         total = -(-workload.num_samples // workload.mini_batches) if self.trains else workload.num_samples
         self.samples = np.maximum(1, -(-total // dp))
@@ -171,14 +179,20 @@ class _StageFootprint:
         self.longest = Longest(workload.response)
         self.loss_tokens = self.longest(self.micro_batch, self.samples)
         self.tokens = self.micro_batch * self.prompt + self.loss_tokens
-        self.whole_layer = self._per_layer(Recompute.NONE)
-        self.kept_layer = self._per_layer(recompute)
+        value_bytes = precision.param_bytes
+        self.longest_tokens = workload.longest_tokens
+        self.kept = self._by_tp(lambda tp: layer_bytes_per_token(spec, tp, recompute, value_bytes))
+        self.forward = self._by_tp(lambda tp: forward_bytes_per_token(spec, tp, value_bytes))
+        self.backward = self._by_tp(lambda tp: backward_bytes_per_token(spec, tp, recompute, value_bytes))
+        matrices = [functools.partial(_largest_matrix, spec, value_bytes, vocabulary) for vocabulary in (False, True)]
+        self.matrix, self.vocabulary_matrix = map(self._by_tp, matrices)
 
-    def _per_layer(self, recompute: Recompute) -> Floats:
+    def _by_tp(self, value: Callable[[int], float]) -> Floats:
+        """[rows]: a number that depends on tp alone."""
         sizes = np.unique(self.table.tp)
         values = np.zeros(int(sizes.max()) + 1)
         for tp in sizes.tolist():
-            values[tp] = layer_bytes_per_token(self.spec, tp, recompute, self.precision.param_bytes)
+            values[tp] = value(tp)
         result: Floats = values[self.table.tp[self.at]]
         return result
 
@@ -207,28 +221,31 @@ class _StageFootprint:
         layers, rank = self.table.layers[self.at, place], self.table.rank[self.at, place]
         last = rank == self.table.pp[self.at] - 1
         if self.trains:
-            working = self._training(layers, rank)
+            kept, transient = self._training(layers, rank)
         elif self.stage is Stage.GENERATION:
-            working = self._generation(layers)
+            kept, transient = self._generation(layers)
         else:
-            working = (self.whole_layer * self.tokens).astype(np.int64)
-        logits = self.micro_batch if self.stage is Stage.GENERATION else self.loss_tokens
-        return working + np.where(last, self._logits(logits), 0)
+            kept, transient = np.zeros(len(self.at), dtype=np.int64), self.forward * self.tokens
+        loss_tokens = self.micro_batch if self.stage is Stage.GENERATION else self.loss_tokens
+        result: Ints = kept + np.maximum(transient.astype(np.int64), np.where(last, self._logits(loss_tokens), 0))
+        return result
 
-    def _training(self, layers: Ints, rank: Ints) -> Ints:
+    def _training(self, layers: Ints, rank: Ints) -> tuple[Ints, Floats]:
+        """(what micro-batches in flight keep, transients of a backward pass)."""
         micro_batches = -(-self.samples // self.micro_batch)
         in_flight = np.minimum(self.table.pp[self.at] - rank, micro_batches)
         count = np.minimum(in_flight * self.micro_batch, self.samples)
         tokens = count * self.prompt + self.longest(count, self.samples)
-        kept = self.kept_layer * layers * tokens + tokens * self.spec.hidden * self.precision.param_bytes
-        result: Ints = kept.astype(np.int64) + (self.whole_layer * self.tokens).astype(np.int64)
-        return result
+        kept = self.kept * layers * tokens + tokens * self.spec.hidden * self.precision.param_bytes
+        ends = (rank == 0) | (rank == self.table.pp[self.at] - 1)
+        transient = self.backward * self.tokens + np.where(ends, self.vocabulary_matrix, self.matrix)
+        return kept.astype(np.int64), transient
 
-    def _generation(self, layers: Ints) -> Ints:
-        per_token = 2 * layers * self.table.kv_heads[self.at] * self.spec.head_dim * self.precision.param_bytes
-        cache = (per_token * self.tokens).astype(np.int64)
-        result: Ints = cache + (self.whole_layer * self.prompt * self.micro_batch).astype(np.int64)
-        return result
+    def _generation(self, layers: Ints) -> tuple[Ints, Floats]:
+        """(the cache, transients of the prefill)."""
+        per_token = layers * self.table.kv_heads[self.at] * (2 * self.spec.head_dim + 1) * self.precision.param_bytes
+        cache = (per_token * self.micro_batch * self.longest_tokens).astype(np.int64)
+        return cache, self.forward * self.prompt * self.micro_batch
 
     def _logits(self, tokens: Floats | Ints) -> Ints:
         if self.spec.head is not Head.LM:

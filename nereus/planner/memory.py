@@ -16,8 +16,9 @@ from nereus.model import Axis, Head, ModelSpec, Param
 from nereus.plan import Layout, ModelStage, Stage
 from nereus.planner.workload import Workload
 
-LOGITS_COPIES = 2
-"""fp32 tensors of [loss tokens, vocabulary / tp] alive at the peak: the logits and their gradient or probabilities."""
+LOGITS_COPIES = 3
+"""fp32 tensors of [loss tokens, vocabulary / tp] alive at the peak: logits, shifted logits, probabilities. An objective
+with an entropy term keeps one more."""
 
 SYNC_BUCKET_BYTES = 32 << 20
 """Bytes of one bucket of weight synchronization; a rank holds one that is sent and one that is received."""
@@ -142,15 +143,23 @@ def _training(
     layers = len(layer_range(spec.num_layers, layout.pp, pp_rank))
     micro_batches = -(-samples // micro_batch)
     in_flight = min(layout.pp - pp_rank, micro_batches)
-    one = _tokens(workload, micro_batch, samples)
     tokens = _tokens(workload, in_flight * micro_batch, samples)
     kept = layer_bytes_per_token(spec, layout.tp, recompute, precision.param_bytes) * layers * tokens
     kept += tokens * spec.hidden * precision.param_bytes
-    whole_layer = layer_bytes_per_token(spec, layout.tp, Recompute.NONE, precision.param_bytes) * one
-    parts = {"activations": int(kept), "workspace": int(whole_layer)}
-    if pp_rank == layout.pp - 1:
-        parts["logits"] = _logits(spec, layout.tp, workload.response.longest_of(micro_batch, among=samples))
-    return parts
+    backward = backward_bytes_per_token(spec, layout.tp, recompute, precision.param_bytes)
+    holds_vocabulary = pp_rank in (0, layout.pp - 1)
+    transient = backward * _tokens(workload, micro_batch, samples)
+    transient += largest_matrix_bytes(spec, layout.tp, precision.param_bytes, vocabulary=holds_vocabulary)
+    loss_tokens = workload.response.longest_of(micro_batch, among=samples)
+    return {"activations": int(kept)} | _head_or_body(spec, layout, pp_rank, loss_tokens, transient)
+
+
+def _head_or_body(
+    spec: ModelSpec, layout: Layout, pp_rank: int, loss_tokens: float, transient: float
+) -> dict[str, int]:
+    """The logits and a layer's transients are not alive together: the larger counts, as logits and the rest."""
+    logits = _logits(spec, layout.tp, loss_tokens) if pp_rank == layout.pp - 1 else 0
+    return {"logits": logits, "workspace": max(0, int(transient) - logits)}
 
 
 def _forward_only(
@@ -162,12 +171,10 @@ def _forward_only(
     micro_batch: int,
     precision: Precision,
 ) -> dict[str, int]:
-    """One layer's transients and the logits; nothing is kept for a backward pass."""
+    """One layer's transients or the logits; nothing is kept for a backward pass."""
     tokens = _tokens(workload, micro_batch, samples)
-    parts = {"workspace": int(layer_bytes_per_token(spec, layout.tp, Recompute.NONE, precision.param_bytes) * tokens)}
-    if pp_rank == layout.pp - 1:
-        parts["logits"] = _logits(spec, layout.tp, workload.response.longest_of(micro_batch, among=samples))
-    return parts
+    transient = forward_bytes_per_token(spec, layout.tp, precision.param_bytes) * tokens
+    return _head_or_body(spec, layout, pp_rank, workload.response.longest_of(micro_batch, among=samples), transient)
 
 
 def _generation(
@@ -179,19 +186,18 @@ def _generation(
     slots: int,
     precision: Precision,
 ) -> dict[str, int]:
-    """Keys and values of the longest sequences that can be alive at once, prefill transients, one step's logits."""
+    """The cache, whose slots all hold the longest sequence, and prefill transients or one step's logits.
+
+    The engine stores a mask entry beside each key.
+    """
     layers = len(layer_range(spec.num_layers, layout.pp, pp_rank))
     kv_heads = max(len(axis_range(spec, Axis.KV_HEADS, layout.tp, rank)) for rank in range(layout.tp))
-    per_token = 2 * layers * kv_heads * spec.head_dim * precision.param_bytes
+    per_token = layers * kv_heads * (2 * spec.head_dim + 1) * precision.param_bytes
     prompt = workload.max_prompt_tokens or workload.prompt_tokens
-    transient = layer_bytes_per_token(spec, layout.tp, Recompute.NONE, precision.param_bytes)
-    parts = {
-        "kv_cache": int(per_token * _tokens(workload, slots, samples)),
-        "workspace": int(transient * prompt * slots),
-    }
-    if pp_rank == layout.pp - 1:
-        parts["logits"] = _logits(spec, layout.tp, slots)
-    return parts
+    slots = min(slots, samples)
+    transient = forward_bytes_per_token(spec, layout.tp, precision.param_bytes) * prompt * slots
+    parts = {"kv_cache": int(per_token * slots * workload.longest_tokens)}
+    return parts | _head_or_body(spec, layout, pp_rank, slots, transient)
 
 
 def _tokens(workload: Workload, count: int, samples: int) -> float:
@@ -212,16 +218,41 @@ def _logits(spec: ModelSpec, tp: int, tokens: float) -> int:
 def layer_bytes_per_token(spec: ModelSpec, tp: int, recompute: Recompute, value_bytes: int) -> float:
     """Bytes a layer keeps per token until its backward pass, on one tensor-parallel rank.
 
-    Without recomputation: inputs of both norms and of the projections (4 hidden), q, k, v and the attention output,
-    gate, up, and their product. Scores are never kept (attention is computed in blocks), so selective recomputation
-    drops the activation product and the norms' outputs, which cost least to compute again; full keeps the input alone.
+    Without recomputation: input, normalized input and output of both norms; queries, keys and values as computed, as
+    rotated and as laid out for the attention; its output twice; gate and up, the activated gate, their product. Scores
+    are never kept (attention is computed in blocks), so selective recomputation drops what costs least to compute
+    again, norms and the activated gate; full keeps the input alone.
     """
-    hidden, attention = spec.hidden, 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    hidden, attention = spec.hidden, 5 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
     if recompute is Recompute.FULL:
         return hidden * value_bytes
     if recompute is Recompute.SELECTIVE:
-        return (2 * hidden + (attention + 2 * spec.ffn) / tp) * value_bytes
-    return (4 * hidden + (attention + 4 * spec.ffn) / tp) * value_bytes
+        return (2 * hidden + (attention + 3 * spec.ffn) / tp) * value_bytes
+    return (6 * hidden + (attention + 4 * spec.ffn) / tp) * value_bytes
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_bytes_per_token(spec: ModelSpec, tp: int, value_bytes: int) -> float:
+    """Bytes per token of a layer's largest moment without gradients: two hidden states, gate and up, both activated."""
+    return (3 * spec.hidden + 4 * spec.ffn / tp) * value_bytes
+
+
+@functools.lru_cache(maxsize=1024)
+def backward_bytes_per_token(spec: ModelSpec, tp: int, recompute: Recompute, value_bytes: int) -> float:
+    """Bytes per token of a layer's backward pass besides what was kept: gradients, and what is computed again."""
+    gradients = (2 * spec.hidden + 5 * spec.ffn / tp) * value_bytes
+    if recompute is Recompute.FULL:
+        return gradients + layer_bytes_per_token(spec, tp, Recompute.NONE, value_bytes)
+    return gradients
+
+
+@functools.lru_cache(maxsize=1024)
+def largest_matrix_bytes(spec: ModelSpec, tp: int, value_bytes: int, *, vocabulary: bool) -> int:
+    """Bytes of a rank's largest matrix, whose gradient is whole before it is added to the flat gradients."""
+    rows = 2 * -(-spec.ffn // tp)
+    if vocabulary:
+        rows = max(rows, -(-spec.vocab // tp))
+    return rows * spec.hidden * value_bytes
 
 
 @functools.lru_cache(maxsize=4096)
