@@ -3,7 +3,8 @@
 Minimise the end of the last operation. Variables: the start of every operation, and for each two that share a device
 which of them runs first. Constraints: local edges; operations that share a device do not overlap; on every device,
 what is held when an operation starts (what was there, plus and minus what the operations before it acquired and freed)
-and what it acquires fit under the limit. Resource edges are not given: SCIP may free memory in any order.
+and what it acquires fit under the limit. The end is no earlier than the work of any one device, which helps the proof.
+Resource edges are not given: SCIP may free memory in any order.
 """
 
 import dataclasses
@@ -21,9 +22,9 @@ from nereus.transition.shadow import bytes_in_use
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
-    """Length of the best schedule SCIP found, its lower bound, and whether it proved the optimum in time."""
+    """The best schedule SCIP found (None: none), its lower bound, and whether it proved the optimum in time."""
 
-    seconds: float
+    seconds: float | None
     bound_s: float
     optimal: bool
     took_s: float
@@ -40,6 +41,8 @@ def solve(dag: TransitionDag, *, states: dict[ModelStage, StageState], table: De
     end = model.addVar("end", lb=max(seconds), ub=horizon)
     first: dict[tuple[int, int], Any] = {}
     fixed = _fixed_order(dag)
+    for device in {device for operation in operations for device in operation.devices}:
+        model.addCons(end >= sum(s for s, o in zip(seconds, operations, strict=True) if device in o.devices))
     for i, earlier in enumerate(operations):
         model.addCons(start[i] + seconds[i] <= end)
         for j in range(i + 1, len(operations)):
@@ -58,9 +61,8 @@ def solve(dag: TransitionDag, *, states: dict[ModelStage, StageState], table: De
     model.setObjective(end, "minimize")
     began = time.perf_counter()
     model.optimize()
-    return Schedule(
-        model.getObjVal(), model.getDualbound(), model.getStatus() == "optimal", time.perf_counter() - began
-    )  # fmt: skip
+    found = model.getObjVal() if model.getNSols() else None
+    return Schedule(found, model.getDualbound(), model.getStatus() == "optimal", time.perf_counter() - began)
 
 
 def _fixed_order(dag: TransitionDag) -> set[tuple[int, int]]:
