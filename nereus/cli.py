@@ -43,6 +43,7 @@ def train(
         view.phase("loading libraries")
         from nereus.training import run_training
 
+        _end_cleanly_on_sigterm()  # importing Ray has put its own handler there
         try:
             result = run_training(config, view)
         except KeyboardInterrupt:
@@ -114,9 +115,13 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def _end_cleanly_on_sigterm() -> None:
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
 def main() -> None:
     """Entry point of the `nereus` command."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    _end_cleanly_on_sigterm()
     try:
         app()
     except InputError as error:

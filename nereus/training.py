@@ -2,16 +2,33 @@
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from nereus.adaptation import Adaptation
+from nereus.cluster import Cluster
 from nereus.config import RunConfig, TransitionConfig
-from nereus.controller import Controller, Course
+from nereus.control import Requests, Status
+from nereus.controller import Clock, Controller, Course
+from nereus.errors import NoFeasiblePlan
 from nereus.job import Job, prepare_job
+from nereus.monitor.supply import Supply, configured_supply
+from nereus.outlook import JobShape, ModelOutlook, decider_of
 from nereus.plan import Plan
-from nereus.reports.events import Evaluation, Event, RunFolder, Start, StepEnd, TransitionEnd
+from nereus.planner.calibration import Calibration
+from nereus.reports.events import (
+    Decision,
+    Evaluation,
+    Event,
+    RunFolder,
+    Start,
+    StepEnd,
+    TransitionEnd,
+    TransitionFailed,
+)
 from nereus.reports.view import View
 from nereus.runtime.live import LiveRuntime
 from nereus.runtime.ray_runtime import RayPool, RaySettings
@@ -22,12 +39,12 @@ GB = 10**9
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainResult:
     """What a run came to. evaluations: (step, held-out metrics), the first before any step; steps: rows of
-    `metrics.jsonl`; transitions: as in `events.jsonl`."""
+    `metrics.jsonl`; changes: decisions and transitions as in `events.jsonl`."""
 
     run_dir: Path
     evaluations: tuple[tuple[int, Mapping[str, float]], ...]
     steps: tuple[Mapping[str, float], ...]
-    transitions: tuple[TransitionEnd, ...]
+    changes: tuple[Event, ...]
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -35,71 +52,103 @@ class TrainResult:
             "run_dir": str(self.run_dir),
             "evaluations": [{"step": step, **metrics} for step, metrics in self.evaluations],
             "steps": list(self.steps),
-            "transitions": [{"step": t.step, **t.fields()} for t in self.transitions],
+            "changes": [{"type": c.type, "step": c.step, **c.fields()} for c in self.changes],
         }
 
 
 class _Recorder:
     """Writes events to the run folder, shows them, and keeps what the result is made of."""
 
-    def __init__(self, folder: RunFolder, view: View) -> None:
-        self._folder, self._view = folder, view
-        self._open_row: dict[str, float] = {}
+    def __init__(self, folder: RunFolder, view: View, steps: int) -> None:
+        self._folder, self._view, self._steps = folder, view, steps
+        self._row: dict[str, float] = {}
+        self._step, self._plan = 0, Plan(())
         self.evaluations: list[tuple[int, Mapping[str, float]]] = []
         self.steps: list[Mapping[str, float]] = []
-        self.transitions: list[TransitionEnd] = []
+        self.changes: list[Event] = []
 
     def __call__(self, event: Event) -> None:
         self._folder.event(event)
         self._view.event(event)
-        if isinstance(event, Evaluation):
+        if isinstance(event, Start):
+            self._plan = event.plan
+        elif isinstance(event, Evaluation):
             self.evaluations.append((event.step, event.metrics))
-            self._open_row |= {"step": event.step} | dict(event.metrics)
+            self._row |= {"step": event.step} | dict(event.metrics)
         elif isinstance(event, StepEnd):
-            self.flush()
-            self._open_row = dict(event.row)
-        elif isinstance(event, TransitionEnd):
-            self.transitions.append(event)
+            self._flush()
+            self._row, self._step, self._plan = dict(event.row), event.step, event.plan
+        elif isinstance(event, TransitionEnd | Decision | TransitionFailed):
+            self.changes.append(event)
+        self._status("training")
 
-    def flush(self) -> None:
+    def finish(self, phase: str) -> None:
+        """Write what is still held back, and how the run ended."""
+        self._flush()
+        self._status(phase)
+
+    def _flush(self) -> None:
         """Write the row of the last step, once nothing more can belong to it."""
-        if self._open_row:
-            self._folder.metrics(self._open_row)
-            self.steps.append(self._open_row)
-            self._open_row = {}
+        if self._row:
+            self._folder.metrics(self._row)
+            self.steps.append(self._row)
+            self._row = {}
+
+    def _status(self, phase: str) -> None:
+        Status(os.getpid(), phase, self._step, self._steps, self._plan, time.time()).write(self._folder.folder)
 
 
 def run_training(config: RunConfig, view: View) -> TrainResult:
     """Run a recipe. Raises InputError before any worker starts where that is possible."""
-    folder = RunFolder(config.run.dir)
 
     def progress(what: str, done: int, total: int) -> None:
         view.phase(what, done=done, total=total)
 
     job = prepare_job(config, progress)
     pool = RayPool(ray_settings(config))
-    runtime = LiveRuntime(pool, job.setup, job.plan)
+    folder, requests = RunFolder(config.run.dir), Requests(config.run.dir)
     try:
+        outlook = job_outlook(config, job, pool.cluster)
+        supply = configured_supply(config.supply, pool.cluster.device_ids)
+        plan = config.initial_plan or first_plan(outlook, supply)
+        runtime = LiveRuntime(pool, job.setup, plan)
         folder.open(config.to_yaml())
+        requests.clear()
         view.phase("starting Ray")
         pool.connect()
-        for path in (config.run.dir, *sorted({role.folder / "config.json" for role in job.setup.roles.values()})):
-            pool.check_shared(path)
-        view.phase(f"starting {len(job.plan.devices)} workers")
+        pool.check_shared(config.run.dir)
+        view.phase(f"starting {len(plan.devices)} workers")
         runtime.start()
-        recorder = _Recorder(folder, view)
-        recorder(_start_event(config, job, pool))
+        recorder = _Recorder(folder, view, config.trainer.steps)
+        recorder(_start_event(config, job, pool, plan, outlook))
+        clock = Clock(folder.elapsed_s)
+        adaptation = Adaptation(supply, decider_of(config, outlook, plan), recorder) if config.adapt else None
         course = Course(config.trainer.steps, config.trainer.val_every, _transitions(config.transitions))
-        Controller(runtime, course, recorder, progress).run()
-        recorder.flush()
+        Controller(
+            runtime, course, recorder, progress=progress, requests=requests, clock=clock, adaptation=adaptation
+        ).run()
+        recorder.finish("done")
         return TrainResult(
-            config.run.dir, tuple(recorder.evaluations), tuple(recorder.steps), tuple(recorder.transitions), job.notes
+            config.run.dir, tuple(recorder.evaluations), tuple(recorder.steps), tuple(recorder.changes), job.notes
         )
     finally:
-        runtime.close()
+        pool.close()
         folder.close()
         if job.reward is not None:
             job.reward.close()
+
+
+def job_outlook(config: RunConfig, job: Job, cluster: Cluster) -> ModelOutlook:
+    """What plans of this job cost, before anything is measured."""
+    return ModelOutlook(JobShape.of(config, job.specs, cluster), Calibration(cluster.accelerators))
+
+
+def first_plan(outlook: ModelOutlook, supply: Supply) -> Plan:
+    """The planner's choice for a recipe that names no plan; raises NoFeasiblePlan saying why there is none."""
+    plans = outlook.plans(None, outlook.job.first_lengths, supply.at(0.0).devices)
+    if not plans:
+        raise NoFeasiblePlan(outlook.refusal)
+    return plans[0]
 
 
 def ray_settings(config: RunConfig) -> RaySettings:
@@ -123,11 +172,12 @@ def _transitions(named: tuple[TransitionConfig, ...]) -> dict[int, Callable[[Pla
     return {transition.step: change(transition.plan) for transition in named}
 
 
-def _start_event(config: RunConfig, job: Job, pool: RayPool) -> Start:
+def _start_event(config: RunConfig, job: Job, pool: RayPool, plan: Plan, outlook: ModelOutlook) -> Start:
     return Start(
         0,
         config=config.model_dump(mode="json"),
         cluster=dataclasses.asdict(pool.cluster),
         models={role.value: dataclasses.asdict(spec) for role, spec in job.specs.items()},
-        plan=job.plan,
+        plan=plan,
+        calibration=outlook.calibration.to_json(),
     )

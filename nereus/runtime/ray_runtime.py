@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 import nereus
 from nereus.cluster import ACCELERATORS, Cluster, Device
@@ -95,8 +95,13 @@ class RayPool(Pool):
         self._connected = True
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         if self._settings.address is None:
-            # `local`: without an address Ray would join whatever cluster it finds on this machine
-            ray.init("local", num_cpus=self._settings.num_workers, include_dashboard=False, **quiet)
+            ray.init(
+                "local",  # without an address Ray would join whatever cluster it finds on this machine
+                num_cpus=self._settings.num_workers,
+                include_dashboard=False,
+                _system_config={"memory_monitor_refresh_ms": 0},  # it ends workers, whose state is nowhere else
+                **quiet,
+            )
         else:
             package = str(Path(nereus.__file__).parent)
             try:
@@ -166,7 +171,7 @@ class RayPool(Pool):
             self._actors[device] = self._actor_class().remote(device, settings)
         try:
             places = ray.get([self._actors[d].ready.remote() for d in new], timeout=START_TIMEOUT.total_seconds())
-        except (GetTimeoutError, RayActorError) as error:
+        except RayError as error:
             self.stop(new)
             raise ClusterError(
                 f"{len(new)} workers did not start within {START_TIMEOUT.total_seconds():g} s: {_first_line(error)}"
@@ -229,7 +234,7 @@ def _exists(path: str) -> bool:
     return Path(path).exists()
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
@@ -259,7 +264,7 @@ def _as_ours(error: BaseException, device: int, task: str) -> NereusError:
         return WorkerError(device, task, f"{type(cause).__name__}: {_first_line(cause)}")
     if isinstance(error, RayActorError):
         return WorkerError(device, task, "the worker's process has died")
-    return WorkerError(device, task, f"{type(error).__name__}: {error}")
+    return WorkerError(device, task, f"{type(error).__name__}: {_first_line(error)}")
 
 
 def _translated(ref: Any, device: int, task: str) -> Future[Any]:
