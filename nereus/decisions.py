@@ -9,13 +9,15 @@ plans exist, what they cost and what moving takes is asked of an `Outlook`.
 
 A ruling goes through: what fired? -> is the plan in force still valid? -> offers -> admission. Beyond the paper,
 `mode="nereus"` examines a declined target again at every boundary (with no search and no reset), lets the horizon grow
-with the steps since the last crossing, ends it at an announced loss, and corrects transitions by measured ones.
+with the steps since the last crossing, ends it at an announced loss, corrects transitions by measured ones, and offers
+plans the run has been on before at what they were measured to take.
 """
 
 import abc
 import collections
 import dataclasses
 import enum
+import statistics
 from collections.abc import Sequence
 from typing import Literal
 
@@ -45,6 +47,9 @@ EFFICIENCY_WINDOW = 5
 
 LEAD_FACTOR = 1.5
 """Announced devices are left before a step that, so much longer than the last, would run past their deadline."""
+
+REMEMBERED_PLANS = 4
+"""Plans whose measured steps are remembered, the one in force among them."""
 
 MAX_PENDING = 3
 """Declined offers that are examined again."""
@@ -184,8 +189,10 @@ class Decider:
         self._outlook = outlook
         self._lengths = lengths
         self._recent: collections.deque[Signals] = collections.deque(maxlen=EFFICIENCY_WINDOW)
+        self._measured: dict[Plan, collections.deque[Signals]] = {}
         self._measured_on_plan = 0
         self._num_measured = 0
+        self._bias = 1.0
         self._supply = Supply()
         self._memory = Memory()
         self._length = Drift(Signal.LENGTH, policy.length_threshold)
@@ -201,7 +208,8 @@ class Decider:
     def boundary(self, step: int, view: SupplyView) -> Ruling:
         """The ruling before `step`. Called once for every step, and while paused once for every new view."""
         devices = self._usable(view)
-        prediction = self._outlook.predict(self.plan, self._lengths) if self.plan else None
+        self._bias = (self._measured_bias(self.plan) if self.plan else None) or self._bias
+        prediction = self._expected(self.plan) if self.plan else None
         triggers, self._fired = [*self._fired], []
         self._supply, fired = self._supply.seen(devices)
         triggers += [fired] if fired else []
@@ -217,7 +225,7 @@ class Decider:
         if ruling.action is Action.PAUSE:
             self.plan = None
         staying = prediction.step_s if prediction and ruling.target is None else None
-        target_s = self._outlook.predict(ruling.target, self._lengths).step_s if ruling.target else staying
+        target_s = self._expected(ruling.target).step_s if ruling.target else staying
         return dataclasses.replace(ruling, predicted_step_s=target_s)
 
     def moved(self, target: Plan, *, seconds: float | None = None) -> None:
@@ -248,6 +256,7 @@ class Decider:
         self._efficiency, fired = self._efficiency.seen(signals.step_s / frozen.step_s)
         self._measured_on_plan += 1
         self._num_measured += 1
+        self._remember(plan, signals)
         triggers = [fired] if fired else []
         if self._num_measured == MEASURED_STEPS and not self.policy.paper:
             triggers.append(Trigger(Signal.START, float(MEASURED_STEPS), 0.0, 0.0))
@@ -276,6 +285,7 @@ class Decider:
         self._reset()
         cause = self._invalid(devices, prediction)
         plans = [plan for plan in self._outlook.plans(self.plan, self._lengths, devices) if plan != self.plan]
+        plans += [plan for plan in self._known_plans(devices) if plan not in plans]
         if cause is None:
             kept = [d for d in devices if d not in _announced(view)]
             if not self.policy.paper and 0 < len(kept) < len(devices):
@@ -325,15 +335,15 @@ class Decider:
         """What may still pay after a move to one of the pending plans: those faster than it."""
         if self._pending is None or target not in self._pending.plans:
             return None
-        step_s = self._outlook.predict(target, self._lengths).step_s
-        plans = [p for p in self._pending.plans if self._outlook.predict(p, self._lengths).step_s < step_s]
+        step_s = self._expected(target).step_s
+        plans = [plan for plan in self._pending.plans if self._expected(plan).step_s < step_s]
         return dataclasses.replace(self._pending, plans=tuple(plans)) if plans else None
 
     def _offers(self, plans: Sequence[Plan], view: SupplyView) -> list[Offer]:
         """Fastest first. An announced loss of a device ends a plan that uses it."""
         offers = []
         for plan in plans:
-            step_s = self._outlook.predict(plan, self._lengths).step_s
+            step_s = self._expected(plan).step_s
             ends = [a for a in view.announced if a.leaving and not set(a.devices).isdisjoint(plan.devices)]
             if ends and not self.policy.paper:
                 first = min(ends, key=lambda a: a.deadline_s)
@@ -342,6 +352,40 @@ class Decider:
             else:
                 offers.append(Offer(plan, step_s))
         return sorted(offers, key=lambda offer: offer.step_s)
+
+    def _expected(self, plan: Plan) -> Prediction:
+        """A plan's predicted step; by default times measured over predicted seconds of the plan in force.
+
+        A plan the run has been on counts with its own ratio where that differs by more than the threshold of an
+        efficiency drift: then the model is wrong about one of the two, and what was measured is right.
+        """
+        found = self._outlook.predict(plan, self._lengths)
+        if self.policy.paper:
+            return found
+        own = self._measured_bias(plan)
+        differs = own is not None and abs(own / self._bias - 1) > self.policy.efficiency_threshold
+        return dataclasses.replace(found, step_s=found.step_s * (own if own and differs else self._bias))
+
+    def _measured_bias(self, plan: Plan) -> float | None:
+        """Measured over predicted seconds, by what is known now: the median of the plan's last steps."""
+        steps = self._measured.get(plan, ())
+        if len(steps) < MEASURED_STEPS:
+            return None
+        return statistics.median(s.step_s / self._outlook.predict(plan, s.lengths).step_s for s in steps)
+
+    def _remember(self, plan: Plan, signals: Signals) -> None:
+        if self.policy.paper:
+            return
+        steps = self._measured.pop(plan, None)
+        self._measured[plan] = steps if steps is not None else collections.deque(maxlen=EFFICIENCY_WINDOW)
+        self._measured[plan].append(signals)
+        if len(self._measured) > REMEMBERED_PLANS:
+            del self._measured[next(iter(self._measured))]
+
+    def _known_plans(self, devices: tuple[int, ...]) -> list[Plan]:
+        """Plans the run has been on that these devices and the lengths of now admit."""
+        known = [plan for plan in self._measured if plan != self.plan and set(plan.devices) <= set(devices)]
+        return [plan for plan in known if self._outlook.predict(plan, self._lengths).memory_share <= 1]
 
     def _assess(self, target: Plan) -> Assessment:
         if self.plan is None:
@@ -375,7 +419,7 @@ class Decider:
             for signals in list(self._recent)[-self._measured_on_plan :]:
                 frozen = self._outlook.predict(self.plan, signals.lengths, frozen=True)
                 efficiency, _ = efficiency.seen(signals.step_s / frozen.step_s)
-        self._efficiency = efficiency.reset()
+        self._efficiency = efficiency.reset(None if self.policy.paper else self._bias)
 
 
 def supply_event(step: int, view: SupplyView) -> SupplyChange:

@@ -236,6 +236,21 @@ def test_slower_devices_fire_the_efficiency_trigger_and_lengths_do_not():
     assert [t.signal for r in long for t in r.triggers] == [Signal.START]
 
 
+@pytest.mark.parametrize("jitter", [0.0, 0.05])
+def test_a_plan_that_was_mispredicted_is_left_again_for_the_one_that_was_measured(jitter):
+    draw, deciding = random.Random(3), decider(TableOutlook(transition_s=0.2), plan=plan_on(0, 1))
+    moves = []
+    for step in range(1, 300):
+        ruling = deciding.boundary(step, FOUR)
+        if ruling.target:
+            moves.append(len(ruling.target.devices))
+            deciding.moved(ruling.target, seconds=0.2)
+        # Four devices are predicted twice as fast as two, and really are slower by half.
+        really_s = 2.0 if len(deciding.plan.devices) == 2 else 3.0
+        deciding.observe(signals(step, really_s * draw.uniform(1 - jitter, 1 + jitter)))
+    assert moves == [4, 2]
+
+
 def test_nothing_is_learned_from_the_seconds_of_steps_in_which_the_critic_learns_alone():
     outlook = TableOutlook()
     deciding = Decider(Policy(warmup_steps=4), outlook, plan_on(0, 1, 2, 3), lengths=lengths())

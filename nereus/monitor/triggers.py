@@ -15,6 +15,9 @@ from collections.abc import Iterable, Mapping
 HORIZON_WEIGHT = 0.5
 """Weight of the newest interval in a horizon's moving average."""
 
+FEWEST_SEEN = 3
+"""Values of a window that is not full yet whose median may become a reference."""
+
 MEMORY_STEP = 0.02
 """A memory violation that a replan left in place fires again when the predicted peak has grown by this share."""
 
@@ -82,9 +85,10 @@ class Drift:
             return after, None
         return after, Trigger(self.signal, now, self.reference, self.threshold)
 
-    def reset(self) -> "Drift":
-        """After a replan: what is seen now is the reference."""
-        return dataclasses.replace(self, reference=self.smoothed)
+    def reset(self, otherwise: float | None = None) -> "Drift":
+        """After a replan: what is seen now is the reference, `otherwise` where that is too little to tell."""
+        enough = len(self.window) >= min(self.size, FEWEST_SEEN)
+        return dataclasses.replace(self, reference=statistics.median(self.window) if enough else otherwise)
 
     def expecting(self, reference: float | None) -> "Drift":
         """With an empty window and a given reference, such as after a change of plan."""
