@@ -165,49 +165,24 @@ def best_settings(candidates: Candidates) -> Candidates:
     ordered = candidates.take(order)
     key = np.stack([ordered.tp, ordered.pp, ordered.dp, ordered.grain, ordered.region])
     starts = np.flatnonzero(np.concatenate([[True], (key[:, 1:] != key[:, :-1]).any(axis=0)]))
-    bounds = [*starts.tolist(), len(ordered)]
-    keep: list[int] = []
-    seconds, active, shared = ordered.seconds, ordered.active.tolist(), ordered.shared_active.tolist()
-    for first, last in zip(bounds, bounds[1:], strict=False):
-        kept: list[int] = []
-        for row in range(first, last):
-            dominated = any(
-                active[k] <= active[row] and shared[k] <= shared[row] and bool((seconds[k] <= seconds[row]).all())
-                for k in kept
-            )
-            if not dominated:
-                kept.append(row)
-        keep.extend(kept)
-    return ordered.take(np.array(keep, dtype=np.int64))
+    group = np.zeros(len(ordered), dtype=np.int64)
+    group[starts[1:]] = 1
+    group = np.cumsum(group)
+    leaner = _leanest_before(ordered.active, group)
+    rows = np.flatnonzero(leaner >= 0)
+    others = leaner[rows]
+    needless = (ordered.seconds[others] <= ordered.seconds[rows]).all(axis=1)
+    for column in (ordered.active, ordered.idle, ordered.shared_active, ordered.shared_idle):
+        needless &= column[others] <= column[rows]
+    return ordered.take(np.delete(np.arange(len(ordered)), rows[needless]))
 
 
-def frontier(candidates: Candidates, *, slack_s: float = 0.0) -> Candidates:
-    """Without the candidates that another of the same region dominates whatever the rest of the plan is.
-
-    Dominated: no better in seconds, devices, active and idle bytes, while the other's tensor-parallel size divides
-    its own, so that the other fits wherever it did. `slack_s` is how much the other may lose elsewhere (weight
-    synchronization is a cost of a pair of layouts): it must be faster by that much.
-    """
-    if len(candidates) < 2:
-        return candidates
-    ordered = candidates.take(np.lexsort((candidates.idle, candidates.active, candidates.total_seconds)))
-    devices, keep = ordered.num_devices, np.zeros(len(ordered), dtype=np.int64)
-    count = 0
-    for row in range(len(ordered)):
-        kept = keep[:count]
-        worse = (
-            (devices[kept] <= devices[row])
-            & (ordered.active[kept] <= ordered.active[row])
-            & (ordered.idle[kept] <= ordered.idle[row])
-            & (ordered.region[kept] == ordered.region[row])
-            & (ordered.grain[row] % ordered.grain[kept] == 0)
-            & (ordered.seconds[kept] + slack_s <= ordered.seconds[row]).all(axis=1)
-        )
-        if slack_s:
-            worse &= (ordered.active[kept] <= ordered.shared_active[row]) & (
-                ordered.idle[kept] <= ordered.shared_idle[row]
-            )
-        if not worse.any():
-            keep[count] = row
-            count += 1
-    return ordered.take(keep[:count])
+def _leanest_before(active: Ints, group: Ints) -> Ints:
+    """For each row the one with fewest active bytes among those before it in its group; -1 for the first of a group."""
+    # each group lies below all before it, so that one running minimum serves all
+    lowered = active - group * (2 * int(active.max(initial=0)) + 1)
+    first = np.concatenate([[True], lowered[1:] < np.minimum.accumulate(lowered)[:-1]])
+    leanest = np.maximum.accumulate(np.where(first, np.arange(len(active)), 0))
+    before = np.concatenate([[-1], leanest[:-1]])
+    before[1:][group[1:] != group[:-1]] = -1
+    return before

@@ -202,7 +202,7 @@ class _Pricer:
         return max(self.memory(m, *setting).idle_bytes for setting in self._settings(m))
 
     def stage(self, m: ModelStage, held: dict[ModelStage, int], setting: tuple[int, Recompute] | None) -> StagePrice:
-        """The model-stage under `setting`, or the fastest setting that fits beside what others hold."""
+        """The model-stage under `setting`, or the fastest that fits beside what others hold, or else alone."""
         shares = self.plan.shares_weights(m) is not None
         if setting is not None:
             return StagePrice(*setting, self.cost(m, *setting), self.memory(m, *setting), shares)
@@ -210,11 +210,14 @@ class _Pricer:
             self.capacity[d] - sum(held[o] for o, members in self.members.items() if o != m and d in members)
             for d in self.members[m]
         )
+        alone = min(self.capacity[d] for d in self.members[m])
         best: tuple[float, float, tuple[int, Recompute]] | None = None
         for tried in self._settings(m):
             needed = self.memory(m, *tried).active_bytes
-            fits = needed <= room
-            rank = (0.0, self.cost(m, *tried).seconds, tried) if fits else (1.0, float(needed), tried)
+            if needed <= alone:
+                rank = (0.0 if needed <= room else 1.0, self.cost(m, *tried).seconds, tried)
+            else:
+                rank = (2.0, float(needed), tried)
             if best is None or rank[:2] < best[:2]:
                 best = rank
         assert best is not None

@@ -234,11 +234,12 @@ def line_of(cluster: Cluster, memory_cap_bytes: int | None, headroom: float) -> 
 class _Arrangement:
     """Blocks placed so far, from left to right."""
 
-    __slots__ = ("at_start", "blocks", "conflicts", "line", "spans")
+    __slots__ = ("at_start", "blocks", "conflicts", "hopeless", "line", "spans")
 
     def __init__(self, line: Line, blocks: Sequence[Block], conflicts: Sequence[int], *, at_start: bool) -> None:
         self.line, self.blocks, self.conflicts, self.at_start = line, blocks, conflicts, at_start
         self.spans: list[tuple[int, int] | None] = [None] * len(blocks)
+        self.hopeless: set[tuple[tuple[int, int] | None, ...]] = set()
 
     def admits(self, place: int, start: int, end: int) -> bool:
         """Whether block number `place` can lie at [start, end): conflicts, and memory wherever cover can be highest."""
@@ -267,22 +268,28 @@ class _Arrangement:
             end = self.line.end(0, block.grain, block.groups)
             fits = end is not None and self.line.in_region(0, end, self.line.regions[block.region])
             return [(0, end)] if fits and end is not None else []
-        behind = {position for position, _ in self.line.runs}
-        behind.update(span[1] for span in self.spans if span is not None)
+        line, spans = self.line, self.spans
+        behind = {position for position, _ in line.runs}
+        behind.update([span[1] for span in spans if span is not None and span[1] >= first])
         found: list[tuple[int, int]] = []
-        for position in behind:
-            start = self.line.next_start(position, block.grain, block.groups, block.region)
-            if start is None or start < first:
+        for position in sorted(behind):
+            start = line.next_start(position, block.grain, block.groups, block.region)
+            if start is None:
+                break
+            if start < first or (found and found[-1][0] == start):
                 continue
-            end = self.line.end(start, block.grain, block.groups)
-            if end is not None and (start, end) not in found:
+            end = line.end(start, block.grain, block.groups)
+            if end is not None:
                 found.append((start, end))
-        return sorted(found)
+        return found
 
     def solve(self, left: int, first: int) -> bool:
         """Place all blocks of the mask `left` at or after `first`; leaves their spans set where it succeeds."""
         if not left:
             return True
+        reached = tuple(self.spans)
+        if reached in self.hopeless:
+            return False
         for place in range(len(self.blocks)):
             if not left >> place & 1:
                 continue
@@ -293,6 +300,7 @@ class _Arrangement:
                 if self.solve(left & ~(1 << place), start):
                     return True
                 self.spans[place] = None
+        self.hopeless.add(reached)
         return False
 
 
