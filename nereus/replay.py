@@ -4,7 +4,8 @@
                   ^---- transition, step ----'
 
 A ruling depends on recorded inputs alone, so the rulings of a replay equal those of the run bit for bit. A boundary is
-ruled once for each `supply` event, and once for each step that none came before.
+ruled once for each `supply` event, and once for each step that none came before: where its first `trigger` or
+`decision` stands, else at the step. A `transition` before that was asked for by the recipe or by a person.
 """
 
 import json
@@ -45,24 +46,22 @@ def replay(events: Iterable[Line], decider: Callable[[Line], Decider]) -> Iterat
     deciding, view = decider(start), None
     ruled = False
     for line in source:
-        match line["type"]:
-            case "supply":
-                view, ruled = SupplyView.from_event(line), True
-                yield deciding.boundary(line["step"], view)
-            case "transition":
-                if not ruled:
-                    yield deciding.boundary(line["step"], _known(view))
-                    ruled = True
-                live = line["mode"] != "restart"
-                deciding.moved(Plan.from_json(line["to"]), seconds=line["seconds"] if live else None)
-            case "step":
-                if not ruled:
-                    yield deciding.boundary(line["step"], _known(view))
-                plan = Plan.from_json(line["plan"])
-                if plan != deciding.plan:
-                    deciding.moved(plan)
-                deciding.observe(Signals.from_event(line))
-                ruled = False
+        kind = line["type"]
+        if kind == "supply":
+            view, ruled = SupplyView.from_event(line), True
+            yield deciding.boundary(line["step"], view)
+        elif kind in ("trigger", "decision", "step") and not ruled:
+            ruled = True
+            yield deciding.boundary(line["step"], _known(view))
+        if kind == "transition":
+            live = line["mode"] != "restart"
+            deciding.moved(Plan.from_json(line["to"]), seconds=line["seconds"] if live else None)
+        elif kind == "step":
+            plan = Plan.from_json(line["plan"])
+            if plan != deciding.plan:
+                deciding.moved(plan)
+            deciding.observe(Signals.from_event(line))
+            ruled = False
 
 
 def _known(view: SupplyView | None) -> SupplyView:

@@ -21,11 +21,18 @@ def decider():
     return Decider(Policy(), TableOutlook(transition_s=0.5), PLAN, lengths=lengths())
 
 
-def drive(supply, num_steps):
-    """A run as the controller drives it, on a clock that steps and transitions advance. Returns its events."""
+def drive(supply, num_steps, *, asked=None):
+    """A run as the controller drives it, on a clock that steps and transitions advance. Returns its events.
+
+    asked: {step: plan} that a person or the recipe wants before a step.
+    """
     events = [Start(0, config={}, cluster={}, models={}, plan=PLAN)]
     adaptation, plan, now_s = Adaptation(supply, decider(), events.append), PLAN, 0.0
     for step in range(1, num_steps + 1):
+        if asked and step in asked:
+            events.append(TransitionEnd(step, plan, asked[step], TransitionReport((), "shadow", 0, 0, 0.4, True)))
+            plan = asked[step]
+            adaptation.moved(plan, seconds=0.4)
         ruling = adaptation.rule(step, now_s=now_s)
         while adaptation.paused and ruling.target is None:
             now_s += 1.0
@@ -61,6 +68,14 @@ def test_a_flapping_supply_with_a_drop_to_nothing_is_recorded_and_replays(seed):
         replay(recorded, lambda start: decider() if Plan.from_json(start["plan"]) == PLAN else None)
     )
     assert again == recorded_decisions(recorded)
+
+
+def test_moves_that_were_asked_for_replay_whether_or_not_something_is_ruled_at_their_step():
+    trace = trace_of_counts([(0.0, 4), (9.0, 6)], seed=0)
+    asked = {4: plan_on(0, 1), 5: plan_on(2, 3), 8: plan_on(1), 30: plan_on(0, 1, 2)}
+    recorded = lines(drive(TraceSupply(trace), 40, asked=asked))
+    assert [line["step"] for line in recorded if line["type"] == "transition"] == [4, 4, 5, 8, 8, 30]
+    assert ruled_decisions(replay(recorded, lambda start: decider())) == recorded_decisions(recorded)
 
 
 def test_an_unchanged_supply_is_recorded_once():
