@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from nereus.commands.plan import plan
 from nereus.errors import InputError, NereusError
 
 app = typer.Typer(
@@ -23,16 +24,21 @@ app = typer.Typer(
     help="Keeps RL post-training of language models on the best parallel plan while everything drifts.",
 )
 
+app.command()(plan)
+
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout.")]
 
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML).")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys.")] = None,
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML).")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys over the recipe's, such as trainer.steps=10.")
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Run the recipe's post-training job."""
+    check_destination(json_file)
     console = Console(stderr=json_file == "-")
     console.print("nereus: loading", style="dim")
     from nereus.config import load_config
@@ -74,15 +80,61 @@ def _summary(evaluations: Any) -> Table:
     return table
 
 
+def check_destination(destination: str | None) -> None:
+    """Raise InputError where `--json` names a place that cannot be written, before hours of work end in it."""
+    if destination is not None and destination != "-" and not Path(destination).parent.is_dir():
+        raise InputError(f"--json {destination}: the folder {Path(destination).parent} does not exist")
+
+
 def write_json(value: Any, destination: str | None) -> None:
     """Write a result where `--json` asks for it."""
     if destination == "-":
         sys.stdout.write(json.dumps(value, indent=2) + "\n")
     elif destination is not None:
-        path = Path(destination)
-        if not path.parent.is_dir():
-            raise InputError(f"--json {path}: the folder {path.parent} does not exist")
-        path.write_text(json.dumps(value, indent=2) + "\n")
+        Path(destination).write_text(json.dumps(value, indent=2) + "\n")
+
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run.dir of a running job.")]
+
+
+@app.command()
+def status(run: Run) -> None:
+    """Say where a run is."""
+    from nereus.control import Status
+
+    found = Status.read(run)
+    state = found.phase if found.alive or found.phase in ("done", "failed") else "ended without saying so"
+    print(f"{state}, step {found.step} of {found.steps}")
+    for model_stage, stage_plan in found.plan.stages if found.plan else ():
+        print(f"  {model_stage.name}: {stage_plan}")
+
+
+@app.command()
+def stop(run: Run) -> None:
+    """Ask a run to end before its next step."""
+    from nereus.control import ask_stop
+
+    found = ask_stop(run)
+    print(f"the run will end before step {found.step + 2}, or the one after")
+
+
+@app.command()
+def reshape(
+    run: Run,
+    stages: Annotated[list[str], typer.Argument(metavar="MODEL-STAGE=PLAN...", help="actor-training=d1t4p1@0-3")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would move and how long it would take.")] = False,
+) -> None:
+    """Ask a running job to move to another plan before its next step."""
+    from nereus.control import ask_reshape, parse_stages, running, target_plan
+    from nereus.outlook import describe_move, recorded_outlook
+
+    found, named = running(run), parse_stages(stages)
+    target = target_plan(found, named)
+    assert found.plan is not None
+    print(describe_move(recorded_outlook(run / "events.jsonl"), found.plan, target))
+    if not dry_run:
+        ask_reshape(run, named)
+        print("asked; events.jsonl will say what came of it")
 
 
 BENCHMARKS = ("generate", "reshard", "planner", "costmodel", "dag")
@@ -97,6 +149,7 @@ def bench(
     """Measure and print one table."""
     import importlib.util
 
+    check_destination(json_file)
     if name not in BENCHMARKS:
         raise InputError(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
     path = Path(__file__).resolve().parent.parent / "benchmarks" / f"{name}.py"

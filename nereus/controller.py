@@ -1,28 +1,42 @@
 """The main path of a run: decide, move, step, observe. It never asks which runtime it has.
 
-    for each step: target plan for this boundary? -> transition -> run one RL step -> observe
+    before each step:  what does the recipe, a person or the adaptation want? --> keep | move | restart | pause
+                                                                                         |
+    each step:         run one RL step --> observe --> evaluate where due   <------------+
 
-Transitions a recipe names come first at their step; nothing else changes the plan here.
+State moves only here, between two steps. A move that is aborted leaves the job whole on the plan it had.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from nereus.adaptation import Adaptation
+from nereus.control import Requests
+from nereus.decisions import Action, Ruling
+from nereus.errors import ClusterError, PlanError, TransitionAborted
 from nereus.plan import Plan
-from nereus.reports.events import Evaluation, Event, StepEnd, TransitionEnd
-from nereus.runtime.base import Runtime
+from nereus.reports.events import Evaluation, Event, StepEnd, TransitionEnd, TransitionFailed
+from nereus.runtime.base import Runtime, TransitionReport
+
+PAUSE_POLL_S = 0.25
+"""How often a paused run looks at its supply."""
 
 
 class Observer(Protocol):
     """Told of every event, in order, from the controller's thread."""
 
-    def __call__(self, event: Event) -> None: ...
+    def __call__(self, event: Event, /) -> None: ...
+
+
+Progress = Callable[[str, int, int], None]
+"""(what begins, step, steps)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Course:
-    """What is to be run. transitions: {step: model-stages that change before it}; val_every 0: only at both ends."""
+    """What is to be run. transitions: {step: from the plan in force to the one wanted before that step}."""
 
     steps: int
     val_every: int
@@ -32,34 +46,128 @@ class Course:
         return step in (0, self.steps) or (self.val_every > 0 and step % self.val_every == 0)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Clock:
+    """What time it is, in seconds into the run, and how to let some pass."""
+
+    now_s: Callable[[], float]
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Boundary:
+    """What happened before a step. decision_s: what ruling took, moving not counted."""
+
+    transition_s: float = 0.0
+    decision_s: float = 0.0
+    predicted_step_s: float | None = None
+
+
 class Controller:
-    """Drives one runtime through one course. `progress` is told what begins: (what, step, steps)."""
+    """Drives one runtime through one course. Without an `adaptation` only the recipe and people change the plan."""
 
     def __init__(
-        self, runtime: Runtime, course: Course, observer: Observer, progress: Callable[[str, int, int], None]
+        self,
+        runtime: Runtime,
+        course: Course,
+        observer: Observer,
+        *,
+        progress: Progress,
+        requests: Requests,
+        clock: Clock,
+        adaptation: Adaptation | None = None,
     ) -> None:
         self._runtime, self._course, self._observe, self._progress = runtime, course, observer, progress
+        self._requests, self._clock, self._adaptation = requests, clock, adaptation
 
     def run(self) -> None:
-        """Every step of the course; returns when the last is committed and evaluated."""
+        """Every step of the course, or until someone asks to stop; returns when the last is evaluated."""
         self._evaluate(0)
         for step in range(1, self._course.steps + 1):
-            transition_s = self._adapt(step)
+            if self._requests.stop_wanted():
+                return
+            before = self._boundary(step)
             self._progress("step", step, self._course.steps)
             report = self._runtime.run_step(step)
-            self._observe(StepEnd(step, self._runtime.plan, report, transition_s=transition_s))
+            self._observe(
+                StepEnd(
+                    step,
+                    self._runtime.plan,
+                    report,
+                    transition_s=before.transition_s,
+                    predicted_step_s=before.predicted_step_s,
+                    decision_s=before.decision_s,
+                )
+            )
+            if self._adaptation is not None:
+                self._adaptation.ended(report)
             self._evaluate(step)
 
-    def _adapt(self, step: int) -> float:
-        """Move to the plan this boundary asks for; seconds it took."""
-        current = self._runtime.plan
-        change = self._course.transitions.get(step)
-        target = change(current) if change else current
-        if target == current:
+    def _boundary(self, step: int) -> Boundary:
+        """Everything that may change the plan before a step: recipe and people first, then what adapts."""
+        transition_s = sum(self._move(step, change) for change in self._wanted(step))
+        if self._adaptation is None:
+            return Boundary(transition_s)
+        decision_s = 0.0
+        while True:
+            begun = time.perf_counter()
+            ruling = self._adaptation.rule(step, now_s=self._clock.now_s())
+            decision_s += time.perf_counter() - begun
+            transition_s += self._act(step, ruling)
+            if not self._adaptation.paused:
+                return Boundary(transition_s, decision_s, ruling.predicted_step_s)
+            self._clock.sleep(PAUSE_POLL_S)
+
+    def _wanted(self, step: int) -> list[Callable[[Plan], Plan]]:
+        """Changes that the recipe names for this step and that people asked for since the last."""
+        named = self._course.transitions.get(step)
+        return [*([named] if named else []), *self._requests.reshapes()]
+
+    def _act(self, step: int, ruling: Ruling) -> float:
+        """Carry out a ruling; the seconds it took."""
+        begun = time.perf_counter()
+        if ruling.action is Action.MOVE:
+            target = ruling.target
+            assert target is not None
+            return self._move(step, lambda current: target)
+        if ruling.action is Action.PAUSE and self._runtime.plan.stages:
+            self._progress("saving state and pausing before step", step, self._course.steps)
+            self._runtime.suspend(step - 1)
+        elif ruling.action is Action.RESTART:
+            assert ruling.target is not None and self._adaptation is not None
+            self._restart(step, ruling.target)
+        else:
             return 0.0
-        self._progress("moving to another plan before step", step, self._course.steps)
-        report = self._runtime.transition(target)
+        return time.perf_counter() - begun
+
+    def _restart(self, step: int, target: Plan) -> None:
+        """From saved state: the last resort, and the way back from a pause."""
+        assert self._adaptation is not None
+        self._progress("going on from saved state before step", step, self._course.steps)
+        begun, before = time.perf_counter(), self._runtime.plan
+        if before.stages:
+            self._runtime.suspend(step - 1)
+        self._runtime.resume(target)
+        seconds = time.perf_counter() - begun
+        report = TransitionReport(("restart",), "restart", 0, 0, seconds, verified=True)
+        self._observe(TransitionEnd(step, before, target, report))
+        self._adaptation.moved(target)
+
+    def _move(self, step: int, change: Callable[[Plan], Plan]) -> float:
+        """A live transition; the seconds it took. One that is refused or aborted is told and changes nothing."""
+        current = self._runtime.plan
+        try:
+            target = change(current)
+            if target == current:
+                return 0.0
+            self._progress("moving to another plan before step", step, self._course.steps)
+            report = self._runtime.transition(target)
+        except (TransitionAborted, PlanError, ClusterError) as error:
+            self._observe(TransitionFailed(step, current, str(error)))
+            return 0.0
         self._observe(TransitionEnd(step, current, target, report))
+        if self._adaptation is not None:
+            self._adaptation.moved(target, seconds=report.seconds)
         return report.seconds
 
     def _evaluate(self, step: int) -> None:

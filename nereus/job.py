@@ -19,9 +19,8 @@ from nereus.data.reward_pool import RewardPool, RewardSample, load_reward
 from nereus.data.tokenizers import Tokenizer
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.train import AdamW
-from nereus.errors import ConfigError
 from nereus.model import Head, ModelSpec
-from nereus.plan import MODEL_STAGES, Plan, Role
+from nereus.plan import Role
 from nereus.runtime.live import JobSetup
 from nereus.runtime.worker import RoleSetup
 from nereus.warm_start import Progress, WarmModels, ensure_warm_start
@@ -36,7 +35,6 @@ class Job:
     """A job before its workers start."""
 
     setup: JobSetup
-    plan: Plan
     reward: RewardPool | None
     notes: tuple[str, ...]
 
@@ -58,7 +56,7 @@ def prepare_job(config: RunConfig, progress: Progress) -> Job:
         roles = _roles(config, models)
         check_vocab(data.tokenizer, roles[Role.ACTOR].spec)
         check_model(config, {role: setup.spec for role, setup in roles.items()})
-        return Job(_setup(config, data, roles, reward), _plan(config), reward, tuple(notes))
+        return Job(_setup(config, data, roles, reward), reward, tuple(notes))
     except BaseException:
         if reward is not None:
             reward.close()
@@ -165,9 +163,3 @@ class Scorer:
         ]
         batch = self._reward.score(samples)
         return Scores(batch.scores, num_failed=batch.num_errors, num_late=batch.num_timeouts)
-
-
-def _plan(config: RunConfig) -> Plan:
-    if config.initial_plan is None:
-        raise ConfigError("plan", f"name a plan for {', '.join(m.name for m in MODEL_STAGES)}")
-    return config.initial_plan

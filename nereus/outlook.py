@@ -10,6 +10,7 @@ Everything is a function of the job, the calibration it started with, and the st
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from nereus.admission import Assessment
 from nereus.cluster import Accelerator, Cluster, Device, Link
 from nereus.config import RunConfig, parse_config
 from nereus.decisions import Decider, Outlook, Policy, Prediction
+from nereus.errors import PlanError
 from nereus.model import Head, Llama3RopeScaling, ModelSpec
 from nereus.monitor.signals import LengthSummary, Signals
-from nereus.plan import Layout, ModelStage, Plan, Role, Stage
+from nereus.plan import Layout, ModelStage, Plan, Role, Stage, format_devices
 from nereus.planner.calibration import Calibration
 from nereus.planner.cost import ON_DEVICE, CostModel
 from nereus.planner.evaluate import PlanPrice, price
@@ -31,6 +33,7 @@ from nereus.planner.pricing import Space
 from nereus.planner.problem import Limits, PlanningProblem
 from nereus.planner.search import Choice, search
 from nereus.planner.workload import Workload
+from nereus.replay import read_events
 from nereus.transition.assignment import assign
 from nereus.transition.cost import DeviceTable, Rates, StageState
 from nereus.transition.dag import build_dag
@@ -299,3 +302,26 @@ def recorded_decider(start: Mapping[str, Any]) -> Decider:
     calibration = Calibration.from_json(start["calibration"])
     outlook = ModelOutlook(job, calibration)
     return decider_of(parse_config(start["config"]), outlook, Plan.from_json(start["plan"]))
+
+
+def recorded_outlook(events: Path) -> ModelOutlook:
+    """The outlook of a recorded run as it started: what it learned since is not in it."""
+    start = read_events(events)[0]
+    return ModelOutlook(JobShape.from_event(start), Calibration.from_json(start["calibration"]))
+
+
+def describe_move(outlook: ModelOutlook, current: Plan, target: Plan) -> str:
+    """What moving would take, in lines; raises PlanError where the models or the devices do not admit the target."""
+    for m, stage_plan in target.stages:
+        outlook.job.specs[m.role].check_layout(tp=stage_plan.layout.tp, pp=stage_plan.layout.pp)
+        unknown = set(stage_plan.devices) - set(outlook.job.cluster.device_ids)
+        if unknown:
+            have = format_devices(outlook.job.cluster.device_ids)
+            raise PlanError(f"{m.name}: device {format_devices(sorted(unknown))} does not exist; there are {have}")
+    if target == current:
+        return "that is the plan in force; nothing would move"
+    found = outlook.assess(current, target)
+    if not found.feasible:
+        raise PlanError(f"this move is not possible: {found.reason}")
+    changed = [f"  {m.name}: {current.get(m)} -> {p}" for m, p in target.stages if current.get(m) != p]
+    return "\n".join([f"predicted to take {found.transition_s:.3f} s", *changed])

@@ -14,6 +14,7 @@ from nereus.config import RunConfig, TransitionConfig
 from nereus.control import Requests, Status
 from nereus.controller import Clock, Controller, Course
 from nereus.errors import NoFeasiblePlan
+from nereus.errors import ConfigError
 from nereus.job import Job, prepare_job
 from nereus.monitor.supply import Supply, configured_supply
 from nereus.outlook import JobShape, ModelOutlook, decider_of
@@ -112,7 +113,10 @@ def run_training(config: RunConfig, view: View) -> TrainResult:
         supply = configured_supply(config.supply, pool.cluster.device_ids)
         plan = config.initial_plan or first_plan(outlook, supply)
         runtime = LiveRuntime(pool, job.setup, plan)
-        folder.open(config.to_yaml())
+        try:
+            folder.open(config.to_yaml())
+        except OSError as error:
+            raise ConfigError("run.dir", f"{config.run.dir} cannot be written: {error.strerror}") from None
         requests.clear()
         view.phase("starting Ray")
         pool.connect()

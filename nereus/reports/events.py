@@ -135,6 +135,18 @@ class SupplyChange(Event):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TransitionFailed(Event):
+    """A transition wanted before `step` was refused or rolled back; the job goes on as it was."""
+
+    type: ClassVar[str] = "transition_failed"
+    plan: Plan
+    reason: str
+
+    def fields(self) -> dict[str, Any]:
+        return {"plan": self.plan.to_json(), "reason": self.reason}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TriggerFired(Event):
     """A signal crossed before `step`; a replan follows."""
 
@@ -210,8 +222,14 @@ class RunFolder:
         for name in ("metrics.jsonl", "events.jsonl"):
             self._files[name] = (self.folder / name).open("w", encoding="utf-8")
 
+    def elapsed_s(self) -> float:
+        """Seconds since the run's first event."""
+        return time.monotonic() - self._started
+
     def event(self, event: Event) -> None:
-        head = {"type": event.type, "step": event.step, "time_s": time.monotonic() - self._started}
+        if isinstance(event, Start):
+            self._started = time.monotonic()
+        head = {"type": event.type, "step": event.step, "time_s": self.elapsed_s()}
         self._line("events.jsonl", head | event.fields())
 
     def metrics(self, row: Mapping[str, float]) -> None:

@@ -16,11 +16,21 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from nereus.plan import Plan
-from nereus.reports.events import Evaluation, Event, Start, StepEnd, TransitionEnd
+from nereus.plan import Plan, format_devices
+from nereus.reports.events import (
+    Decision,
+    Evaluation,
+    Event,
+    Start,
+    StepEnd,
+    SupplyChange,
+    TransitionEnd,
+    TransitionFailed,
+)
 from nereus.runtime.base import TransitionReport
 
 RECENT_STEPS = 8
+RECENT_CHANGES = 4
 CONTROLLER_PHASES = ("step", "evaluating after step", "moving to another plan before step")
 """Phases that end with an event; where every event is a line, they are not lines of their own."""
 
@@ -72,7 +82,7 @@ class LiveView(View):
     def __init__(self, console: Console) -> None:
         self._steps: deque[StepEnd] = deque(maxlen=RECENT_STEPS)
         self._evaluations: list[Evaluation] = []
-        self._transitions: deque[TransitionEnd] = deque(maxlen=3)
+        self._changes: deque[Event] = deque(maxlen=RECENT_CHANGES)
         self._plan: Plan | None = None
         self._phase: tuple[str, int, int] = ("starting", 0, 0)
         self._spinner = Spinner("dots")
@@ -98,8 +108,9 @@ class LiveView(View):
             self._plan = event.plan
         elif isinstance(event, Evaluation):
             self._evaluations.append(event)
-        elif isinstance(event, TransitionEnd):
-            self._transitions.append(event)
+        elif describe(event):
+            self._changes.append(event)
+        if isinstance(event, TransitionEnd):
             self._plan = event.after
 
     def _render(self) -> RenderableType:
@@ -110,7 +121,7 @@ class LiveView(View):
         parts: list[RenderableType] = [head]
         if self._plan is not None:
             parts.append(Panel(device_map(self._plan), title="plan: devices by model-stage", title_align="left"))
-        parts += [Text(describe(event), style="cyan") for event in self._transitions]
+        parts += [Text(describe(event), style="cyan") for event in self._changes]
         if self._steps:
             parts.append(step_table(self._steps))
         if self._evaluations:
@@ -182,9 +193,20 @@ def describe(event: Event) -> str:
             f"held-out reward after step {event.step}: {m['val/reward/mean']:.3f}, "
             f"length {m['val/response_length/mean']:.1f} ({m['val/num_samples']:.0f} prompts)"
         )
+    if isinstance(event, SupplyChange):
+        return f"supply before step {event.step}: devices {format_devices(event.devices)}{_announced(event)}"
+    if isinstance(event, Decision):
+        unchanged = event.again and event.action == "keep"
+        return "" if unchanged else f"{event.verdict} before step {event.step}: {event.reason}"
+    if isinstance(event, TransitionFailed):
+        return f"transition before step {event.step} did not happen: {event.reason}"
     if isinstance(event, TransitionEnd):
         return f"transition before step {event.step}: {_moved(event.report)}; {_changes(event.before, event.after)}"
     return ""
+
+
+def _announced(event: SupplyChange) -> str:
+    return f"; a change is announced in {event.deadline_s:.0f} s" if event.deadline_s is not None else ""
 
 
 def _moved(report: TransitionReport) -> str:
