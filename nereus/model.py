@@ -191,6 +191,8 @@ class ModelSpec:
             config = json.loads(path.read_text())
         except json.JSONDecodeError as error:
             raise ModelError(f"{path}: not valid JSON ({error})") from None
+        if not isinstance(config, dict):
+            raise ModelError(f"{path}: holds {type(config).__name__}; a config.json is a mapping")
         return cls.from_config(config, source=str(path))
 
 

@@ -13,8 +13,7 @@ from nereus.cluster import Cluster
 from nereus.config import RunConfig, TransitionConfig
 from nereus.control import Requests, Status
 from nereus.controller import Clock, Controller, Course
-from nereus.errors import NoFeasiblePlan
-from nereus.errors import ConfigError
+from nereus.errors import ConfigError, NoFeasiblePlan
 from nereus.job import Job, prepare_job
 from nereus.monitor.supply import Supply, configured_supply
 from nereus.outlook import JobShape, ModelOutlook, decider_of

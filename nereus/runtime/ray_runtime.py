@@ -10,6 +10,8 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -93,6 +95,15 @@ class RayPool(Pool):
         if ray.is_initialized():
             return
         self._connected = True
+        terminate = signal.getsignal(signal.SIGTERM)
+        try:
+            self._init()
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, terminate)  # Ray has put its own there, which ends the process at once
+        self._check_slots(self._settings.num_workers)
+
+    def _init(self) -> None:
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         if self._settings.address is None:
             ray.init(
@@ -108,7 +119,6 @@ class RayPool(Pool):
                 ray.init(self._settings.address, runtime_env={"py_modules": [package]}, **quiet)
             except (ConnectionError, ValueError) as error:
                 raise ClusterError(f"cluster.address {self._settings.address}: {_first_line(error)}") from None
-        self._check_slots(self._settings.num_workers)
 
     def _check_slots(self, needed: int) -> None:
         kind = "GPU" if self._settings.device == "cuda" else "CPU"
