@@ -5,10 +5,11 @@ as fast; of those that begin where blocks of the current plan (or of the arrange
 bytes on the devices that hold them is taken.
 """
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
-from nereus.plan import ModelStage, Plan
+from nereus.plan import ModelStage, Plan, StagePlan
 from nereus.planner.candidates import Candidate
 from nereus.planner.combine import Combination, Placement
 from nereus.planner.placement import Line
@@ -25,12 +26,17 @@ def nearest_spans(line: Line, found: Combination, placement: Placement, current:
         return found.spans
     holders = [m for m in found.chosen if m not in found.shared]
     starts = {m: _starts(line, m, found, current) for m in holders}
-    best, most = found.spans, _kept(line, found, found.spans, current)
+
+    @functools.cache
+    def kept_at(m: ModelStage, start: int) -> int:
+        return _kept(line, found.chosen[m], start, current.get(m))
+
+    best, most = found.spans, sum(kept_at(m, start) for m, (start, _) in found.spans.items())
     for tried in itertools.islice(itertools.product(*(starts[m] for m in holders)), MAX_TRIED):
         spans = dict(zip(holders, tried, strict=True))
         for m in found.shared:
             spans[m] = next(span for holder, span in spans.items() if holder.role == m.role and holder.stage > m.stage)
-        kept = _kept(line, found, spans, current)
+        kept = sum(kept_at(m, start) for m, (start, _) in spans.items())
         if kept > most and _as_good(line, found, spans):
             best, most = spans, kept
     return best
@@ -54,19 +60,14 @@ def _starts(line: Line, m: ModelStage, found: Combination, current: Plan) -> lis
     return spans
 
 
-def _kept(line: Line, found: Combination, spans: Mapping[ModelStage, tuple[int, int]], current: Plan) -> int:
+def _kept(line: Line, candidate: Candidate, start: int, before: StagePlan | None) -> int:
     """Bytes of state that stay on their device, as the share of ranks that keep their place in an equal layout."""
-    total = 0
-    for m, (start, _) in spans.items():
-        before, candidate = current.get(m), found.chosen[m]
-        if before is None:
-            continue
-        devices = line.groups(start, candidate.grain, candidate.num_groups)
-        ranks = candidate.layout.num_ranks
-        for place, device in enumerate(devices):
-            at = before.position(device)
-            if at is None:
-                continue
+    if before is None:
+        return 0
+    total, ranks = 0, candidate.layout.num_ranks
+    for place, device in enumerate(line.groups(start, candidate.grain, candidate.num_groups)):
+        at = before.position(device)
+        if at is not None:
             same = before.layout == candidate.layout and at[1] == place % ranks
             total += candidate.idle_bytes if same else candidate.idle_bytes // 8
     return total
