@@ -1,0 +1,166 @@
+"""The controller drives a runtime on a virtual clock: what it calls, in which order, and what it records."""
+
+import json
+
+import pytest
+from table_outlook import TableOutlook, lengths, plan_on, report
+
+from nereus.adaptation import Adaptation
+from nereus.cluster import ACCELERATORS, uniform_cluster
+from nereus.control import Requests, write_whole
+from nereus.controller import Clock, Controller, Course
+from nereus.decisions import Decider, Policy
+from nereus.errors import TransitionAborted
+from nereus.monitor.supply import TraceSupply
+from nereus.monitor.traces import trace_of_counts
+from nereus.plan import Plan
+from nereus.replay import recorded_decisions, replay, ruled_decisions
+from nereus.reports.events import Decision, Start, StepEnd, TransitionEnd, TransitionFailed
+from nereus.runtime.base import Runtime, TransitionReport
+
+PLAN = plan_on(0, 1, 2, 3)
+
+
+class VirtualTime:
+    """Time that passes only where it is told to."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def pass_by(self, seconds):
+        self.now_s += seconds
+
+    @property
+    def clock(self):
+        return Clock(lambda: self.now_s, self.pass_by)
+
+
+class TableRuntime(Runtime):
+    """A job whose step takes 4 s over its devices; says what it was asked, in order.
+
+    aborts: how many transitions are rolled back before one goes through.
+    """
+
+    def __init__(self, time, aborts=0):
+        self._time, self._plan, self.asked, self._aborts = time, PLAN, [], aborts
+
+    @property
+    def plan(self):
+        return self._plan
+
+    @property
+    def cluster(self):
+        return uniform_cluster(num_nodes=1, devices_per_node=6, accelerator=ACCELERATORS["cpu"])
+
+    def run_step(self, step):
+        assert self.plan.stages, "suspended"
+        self.asked.append(("step", step, len(self.plan.devices)))
+        done = report(step, 4.0 / len(self.plan.devices))
+        self._time.pass_by(done.step_s)
+        return done
+
+    def evaluate(self):
+        return {}
+
+    def transition(self, target):
+        assert target != self.plan
+        if self._aborts:
+            self._aborts -= 1
+            self.asked.append(("aborted", target))
+            raise TransitionAborted("1 extend actor-training", "a peer was late")
+        self.asked.append(("transition", target))
+        self._plan = target
+        self._time.pass_by(0.75)
+        return TransitionReport((), "shadow", 0, 0, 0.75, True)
+
+    def suspend(self, step):
+        self.asked.append(("suspend", step))
+        self._plan = Plan(())
+
+    def resume(self, plan):
+        assert not self._plan.stages
+        self.asked.append(("resume", plan))
+        self._plan = plan
+        self._time.pass_by(2.0)
+
+    def close(self):
+        pass
+
+
+def controlled(folder, counts, num_steps, *, transitions=None, infeasible=frozenset(), seed=0, aborts=0):
+    """(what the runtime was asked, events) of a run under a trace of counts."""
+    time, events = VirtualTime(), [Start(0, config={}, cluster={}, models={}, plan=PLAN)]
+    runtime = TableRuntime(time, aborts)
+    adaptation = None
+    if counts:
+        outlook = TableOutlook(transition_s=0.5, infeasible=infeasible)
+        decider = Decider(Policy(), outlook, PLAN, lengths=lengths())
+        adaptation = Adaptation(TraceSupply(trace_of_counts(counts, seed=seed)), decider, events.append)
+    Controller(
+        runtime, Course(num_steps, 0, transitions or {}), events.append, progress=lambda what, step, steps: None,
+        requests=Requests(folder), clock=time.clock, adaptation=adaptation,
+    ).run()  # fmt: skip
+    return runtime.asked, events
+
+
+def test_without_adaptation_only_the_recipe_changes_the_plan(tmp_path):
+    target = plan_on(0, 1)
+    asked, events = controlled(tmp_path, [], 4, transitions={3: lambda current: target})
+    assert asked == [("step", 1, 4), ("step", 2, 4), ("transition", target), ("step", 3, 2), ("step", 4, 2)]
+    assert [e.step for e in events if isinstance(e, TransitionEnd)] == [3]
+    assert not [e for e in events if isinstance(e, Decision)]
+
+
+def test_a_lost_device_is_left_before_the_next_step_and_a_recipe_may_still_ask(tmp_path):
+    asked, _ = controlled(tmp_path, [(0.0, 4), (2.5, 3)], 6)
+    steps = [row for row in asked if row[0] == "step"]
+    assert [row[2] for row in steps] == [4, 4, 4, 3, 3, 3]
+    assert sum(row[0] == "transition" for row in asked) == 1
+
+
+def test_a_supply_that_drops_to_nothing_suspends_the_job_and_its_return_resumes_it(tmp_path):
+    asked, events = controlled(tmp_path, [(0.0, 4), (5.0, 0), (30.0, 2)], 8)
+    kinds = [row[0] for row in asked if row[0] != "step"]
+    assert kinds == ["suspend", "resume"]
+    assert asked.index(("suspend", 5)) + 1 == next(i for i, row in enumerate(asked) if row[0] == "resume")
+    assert [row[1] for row in asked if row[0] == "step"] == list(range(1, 9)), "no step is lost or repeated"
+    restarted = [e for e in events if isinstance(e, TransitionEnd)]
+    assert [e.report.mode for e in restarted] == ["restart"]
+
+
+def test_a_move_that_cannot_be_made_live_goes_through_saved_state(tmp_path):
+    gone = {plan_on(*devices) for devices in ((0, 1, 2), (0, 1, 3), (0, 2, 3), (1, 2, 3))}
+    asked, _ = controlled(tmp_path, [(0.0, 4), (2.5, 3)], 6, infeasible=frozenset(gone))
+    assert [row[0] for row in asked if row[0] != "step"] == ["suspend", "resume"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flapping_run_replays_from_its_events_and_shows_predictions(tmp_path, seed):
+    counts = [(0.0, 4), (6.0, 6), (9.0, 2), (14.0, 5), (20.0, 0), (31.0, 3), (33.0, 6)]
+    _, events = controlled(tmp_path, counts, 60, seed=seed)
+    lines = [json.loads(json.dumps({"type": e.type, "step": e.step, **e.fields()})) for e in events]
+
+    def decider(start):
+        outlook = TableOutlook(transition_s=0.5)
+        return Decider(Policy(), outlook, Plan.from_json(start["plan"]), lengths=lengths())
+
+    assert ruled_decisions(replay(lines, decider)) == recorded_decisions(lines)
+    steps = [e for e in events if isinstance(e, StepEnd)]
+    assert len(steps) == 60
+    assert all(e.predicted_step_s == pytest.approx(e.report.step_s) for e in steps)
+    verdicts = {e.verdict for e in events if isinstance(e, Decision)}
+    assert verdicts == {"admit", "decline", "urgent"}
+
+
+def test_an_aborted_urgent_move_is_told_and_tried_again_at_the_next_boundary(tmp_path):
+    asked, events = controlled(tmp_path, [(0.0, 4), (2.5, 3)], 6, aborts=1)
+    assert [row[0] for row in asked] == ["step"] * 3 + ["aborted", "step", "transition", "step", "step"]
+    assert [(e.step, e.plan) for e in events if isinstance(e, TransitionFailed)] == [(4, PLAN)]
+
+
+def test_people_can_reshape_and_stop_a_run_between_two_steps(tmp_path):
+    write_whole(tmp_path / "control" / "reshape-1.json", '{"actor-training": "d2@0-1", "actor-generation": "d2@0-1"}')
+    asked, _ = controlled(tmp_path, [], 2)
+    assert asked == [("transition", plan_on(0, 1)), ("step", 1, 2), ("step", 2, 2)]
+    write_whole(tmp_path / "control" / "stop", "")
+    assert controlled(tmp_path, [], 5)[0] == []
