@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from nereus.commands.plan import plan
 from nereus.errors import InputError, NereusError
@@ -47,6 +46,7 @@ def train(
     config = load_config(recipe, overrides or [])
     with LiveView(console) if console.is_terminal else Lines(console) as view:
         view.phase("loading libraries")
+        from nereus.reports.tables import change_table, controller_share, evaluation_table
         from nereus.training import run_training
 
         _end_cleanly_on_sigterm()  # importing Ray has put its own handler there
@@ -56,28 +56,13 @@ def train(
             raise typer.Exit(_say("interrupted; everything that was started has ended", 130)) from None
     for note in result.notes:
         console.print(note, highlight=False)
-    console.print(_summary(result.evaluations))
+    console.print(evaluation_table(result.evaluations))
+    changes = change_table(result.changes, result.steps)
+    if changes is not None:
+        console.print(changes)
+        console.print(controller_share(result.steps), highlight=False)
     console.print(f"run folder: {result.run_dir}", highlight=False)
     write_json(result.to_json(), json_file)
-
-
-def _summary(evaluations: Any) -> Table:
-    """Held-out reward and length, from what to what."""
-    table = Table(title="held-out prompts", title_justify="left")
-    for name in ("step", "reward", "length (tokens)", "prompts"):
-        table.add_column(name, justify="right")
-    for step, metrics in evaluations:
-        table.add_row(
-            str(step),
-            f"{metrics['val/reward/mean']:.3f}",
-            f"{metrics['val/response_length/mean']:.1f}",
-            f"{metrics['val/num_samples']:.0f}",
-        )
-    first, last = evaluations[0][1], evaluations[-1][1]
-    gain = last["val/reward/mean"] - first["val/reward/mean"]
-    factor = last["val/response_length/mean"] / max(first["val/response_length/mean"], 1e-9)
-    table.caption = f"reward {gain:+.3f}, length x{factor:.2f}"
-    return table
 
 
 def check_destination(destination: str | None) -> None:
