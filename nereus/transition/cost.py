@@ -83,6 +83,11 @@ class DeviceTable:
     def size(self) -> int:
         return len(self.node)
 
+    def has(self, devices: IntArray) -> BoolArray:
+        """[n]: which of the devices are there."""
+        there: BoolArray = self.node.take(devices, mode="clip") >= 0
+        return there & (devices < self.size)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rates:

@@ -12,7 +12,7 @@ them beforehand.
 from collections.abc import Iterable, Mapping
 
 from nereus.plan import ModelStage, Plan
-from nereus.transition.cost import DeviceTable, Rates, StageState
+from nereus.transition.cost import Buffers, DeviceTable, Rates, StageState
 from nereus.transition.diff import Held, diff_held
 from nereus.transition.in_place import in_place_dag
 from nereus.transition.primitives import Infeasible, Mode, TransitionDag
@@ -31,15 +31,19 @@ def build_dag(
 ) -> TransitionDag | Infeasible:
     """The operations that turn `current` into `target`, ordered, in the mode that memory allows; or why not.
 
-    lost: devices whose state is gone. fuse: False keeps to Split, Extend and Merge in a shadow transition.
+    lost: devices whose state is gone; those that the table lacks are lost as well.
+    fuse: False keeps to Split, Extend and Merge in a shadow transition.
     """
-    dead = frozenset(lost)
     held = Held.of(current)
+    dead = frozenset(lost).union(*(absent_devices(buffers, table) for buffers in held.buffers.values()))
     changes = diff_held(held, target, states=states, lost=dead)
     if isinstance(changes, Infeasible):
         return changes
     if not changes:
         return TransitionDag(current, target, Mode.SHADOW)
+    for change in changes:
+        for device in absent_devices(change.target, table):
+            return Infeasible(f"the target plan places {change.model_stage} on device {device}, which is not there")
     shadow = shadow_dag(current, target, changes, held=held, states=states, table=table, rates=rates, fuse=fuse)
     if not isinstance(shadow, Infeasible):
         return shadow
@@ -47,3 +51,9 @@ def build_dag(
     if not isinstance(in_place, Infeasible):
         return in_place
     return Infeasible(f"shadow: {shadow.reason}; in place: {in_place.reason}")
+
+
+def absent_devices(buffers: Buffers, table: DeviceTable) -> tuple[int, ...]:
+    """Devices of the buffers that the table lacks."""
+    there = table.has(buffers.devices)
+    return () if there.all() else tuple(buffers.devices[~there].tolist())

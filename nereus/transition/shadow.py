@@ -21,7 +21,8 @@ from nereus.transition.primitives import Infeasible, Mode, TransitionDag
 def bytes_in_use(held: Held, states: Mapping[ModelStage, StageState], table: DeviceTable) -> IntArray:
     """[max id + 1]: bytes of every unit's buffers on each device; model-stages that share weights count once."""
     used = np.zeros(table.size, dtype=np.int64)
-    for model_stage, buffers in held.buffers.items():
+    for model_stage, every in held.buffers.items():
+        buffers = every.where(table.has(every.devices))
         used[buffers.devices] += states[model_stage].buffer_bytes(buffers.layout)[buffers.ranks]
     return used
 

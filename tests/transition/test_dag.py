@@ -180,6 +180,26 @@ def test_a_shared_link_between_nodes_slows_what_crosses_it_at_once() -> None:
     assert seconds == [pytest.approx(longest), pytest.approx(total / 1e9)]
 
 
+def test_a_target_device_that_is_not_there_is_named() -> None:
+    pair = pair_of(plan(actor_training="t1@0"), plan(actor_training="t1@0"), devices=2)
+    for device in (2, 70):
+        dag = build_dag(
+            pair.current, plan(actor_training=f"t1@{device}"), states=STATES, table=pair.table(), rates=RATES
+        )  # fmt: skip
+        assert isinstance(dag, Infeasible) and f"device {device}" in dag.reason
+
+
+def test_devices_of_the_current_plan_that_are_gone_count_as_lost() -> None:
+    small = pair_of(plan(actor_training="t1@0"), plan(actor_training="t1@0"), devices=2)
+    current, target = plan(actor_training="d2t1@0,70"), plan(actor_training="d2t1@0-1")
+    dag = build_dag(current, target, states=STATES, table=small.table(), rates=RATES)
+    assert isinstance(dag, TransitionDag)
+    (extend,) = dag.operations
+    assert (extend.sources, extend.acquires) == (((0,),), (1,))
+    gone = build_dag(plan(actor_training="t1@70"), target, states=STATES, table=small.table(), rates=RATES)
+    assert isinstance(gone, Infeasible) and "checkpoint" in gone.reason
+
+
 def test_equal_plans_give_an_empty_dag() -> None:
     pair = pair_of(plan(actor_training="t1@0"), plan(actor_training="t1@0"))
     assert build(pair) == TransitionDag(pair.current, pair.target, Mode.SHADOW)
