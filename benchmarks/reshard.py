@@ -107,6 +107,16 @@ class CaseRun:
             self.movers.move(parts, exports, Counters(1, 1))
         return time.perf_counter() - begun
 
+    def peak_extra(self, prepared: list[tuple[dict[int, DeviceOrder], dict[int, Export]]]) -> int:
+        """Most bytes by which private memory of a process grows during a move."""
+        return max(
+            growth
+            for parts, exports in prepared
+            for growth in self.movers.each(
+                "move_watched", {d: (order, exports, Counters(1, 1)) for d, order in parts.items()}
+            ).values()
+        )
+
     def check(self) -> None:
         for stage in self.states:
             for device, rank in Holding.of(self.target).ranks:
@@ -160,7 +170,6 @@ class CaseRun:
         devices = tuple(sorted({d for pair in between for d in pair}))
         prepared = self.prepared(orders)
         self.move(prepared)
-        self.movers.growth_bytes = 0
         ours, raw = [], []
         for index in range(repetitions):
             ours.append(self.move(prepared))
@@ -168,7 +177,7 @@ class CaseRun:
                 "raw_send", dict.fromkeys(devices, (f"{self.name}/raw{index}", devices, between))
             ).values()))  # fmt: skip
         self.check()
-        return statistics.median(ours), statistics.median(raw), self.movers.growth_bytes
+        return statistics.median(ours), statistics.median(raw), self.peak_extra(prepared)
 
 
 def run_case(name: str, *, quick: bool) -> Row:
@@ -197,12 +206,11 @@ def _measure(case: CaseRun, repetitions: int) -> Row:
     allocate_s = time.perf_counter() - begun
     case.move(prepared)
     case.plain_copy(written)
-    case.movers.growth_bytes = 0
     ours, copies = [], []
     for _ in range(repetitions):
         ours.append(case.move(prepared))
         copies.append(case.plain_copy(written))
-    peak = case.movers.growth_bytes
+    peak = case.peak_extra(prepared)
     begun = time.perf_counter()
     for parts, _ in prepared:
         case.movers.digests(parts)

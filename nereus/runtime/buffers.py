@@ -78,7 +78,7 @@ class SharedMemory(Memory):
         fd = os.memfd_create("nereus", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, nbytes)  # fails here, with an error, where memory is short; not on first use
-            flat = _mapped(fd, nbytes, numel, dtype)
+            flat = _mapped(fd, nbytes, numel, dtype, touched=True)
         except OSError:
             os.close(fd)
             raise
@@ -103,7 +103,7 @@ class SharedMemory(Memory):
             found = os.fstat(own)
             if found.st_ino != inode or found.st_size < handle.nbytes:
                 raise StaleHandle(f"buffer {fd} of process {pid} is another file by now")
-            return _mapped(own, found.st_size, handle.numel, handle.dtype)
+            return _mapped(own, found.st_size, handle.numel, handle.dtype, touched=False)
         finally:
             os.close(own)
 
@@ -152,10 +152,14 @@ def node_identity() -> str:
     return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
-def _mapped(fd: int, nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor over the first elements of a file; the mapping lives as long as the tensor's storage."""
-    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    return torch.frombuffer(mapping, dtype=dtype, count=max(numel, 1))[:numel]
+def _mapped(fd: int, nbytes: int, numel: int, dtype: torch.dtype, *, touched: bool) -> torch.Tensor:
+    """A flat tensor over the first elements of a file; the mapping lives as long as the tensor's storage.
+
+    touched: map every page now; a peer reads only a part and maps what it reads. (The mapping holds a duplicate of fd.)
+    """
+    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if touched else 0))
+    whole = torch.frombuffer(mapping, dtype=dtype, count=max(numel, 1))
+    return whole if numel else whole[:0]
 
 
 def _forget(live: dict[int, tuple[int, int]], key: int) -> None:

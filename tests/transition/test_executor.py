@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from movers import ThreadMovers, ThreadWorker, assert_holds, tiny_spec
+from movers import ThreadMovers, ThreadWorker, assert_holds, tiny_spec, whole_tensors
 
 from nereus.engines.state import StateKind
 from nereus.errors import TransitionAborted
@@ -18,7 +18,6 @@ from nereus.plan import (
     ACTOR_GENERATION,
     ACTOR_TRAINING,
     CRITIC_TRAINING,
-    MODEL_STAGES,
     Layout,
     Plan,
     StagePlan,
@@ -154,6 +153,7 @@ def flipping(worker: ThreadWorker) -> None:
 
 @pytest.mark.parametrize("point", ["prepare", "move", "digests", "seat", "after prepare", "after move"])
 def test_an_abort_leaves_the_old_plan_bitwise_and_nothing_of_the_new(movers: ThreadMovers, point: str) -> None:
+    """protocol.md: an abort leaves the old plan bitwise as it was, and no buffer of the new generation."""
     movers.fill(0, OLD, STATES)
     before = movers.num_bytes
     movers.faults[2, point] = raising
@@ -183,8 +183,6 @@ def stopped(worker: ThreadWorker) -> None:
 @pytest.mark.parametrize("point", ["move", "seat"])
 def test_a_rank_that_never_comes_aborts_at_the_timeout(movers: ThreadMovers, point: str) -> None:
     """protocol.md: a rank that is late is a rank that fails."""
-    for worker in movers.workers.values():
-        assert worker.residents.memory.num_bytes == 0
     movers.fill(0, OLD, STATES)
     movers.faults[1, point] = stopped
     begun = time.monotonic()
@@ -207,8 +205,8 @@ def test_after_the_commit_point_no_error_brings_the_old_plan_back(movers: Thread
     check_whole(movers, 1, NEW)
 
 
-def extend_then_destroy(releases_first: bool) -> tuple[Plan, Plan, tuple[Operation, ...]]:
-    """actor-training d2t2p1@0-3 becomes d1t4... in place: unit 1 goes, then unit 0 is narrowed onto four devices."""
+def extend_then_destroy() -> tuple[Plan, Plan, tuple[Operation, ...]]:
+    """In place: unit 1 goes, the target is built from unit 0 on devices 1 and 2, then unit 0 goes."""
     current, target = plan_of(actor_training="d2t1p1@0-1"), plan_of(actor_training="d1t2p1@1-2")
     stage, one, two = ACTOR_TRAINING, Layout(), Layout(tp=2)
     destroy = Operation(0, Primitive.DESTROY, stage, stage, one, ((1,),), one, (), (), (1,))
@@ -218,7 +216,7 @@ def extend_then_destroy(releases_first: bool) -> tuple[Plan, Plan, tuple[Operati
 
 
 def test_in_place_frees_before_it_builds_and_holds_less(movers: ThreadMovers) -> None:
-    current, target, operations = extend_then_destroy(True)
+    current, target, operations = extend_then_destroy()
     movers.fill(0, current, STATES)
     whole = movers.workers[1].residents.memory.num_bytes
     run(movers, TransitionDag(current, target, Mode.IN_PLACE, operations))
@@ -232,7 +230,7 @@ def test_an_abort_in_place_refills_the_old_plan_from_the_living_copy(
     movers: ThreadMovers, device: int, point: str
 ) -> None:
     """protocol.md: an abort in place leaves the old plan, its destroyed units refilled from a copy that lives."""
-    current, target, operations = extend_then_destroy(True)
+    current, target, operations = extend_then_destroy()
     movers.fill(0, current, STATES)
     movers.faults[device, point] = raising
     with pytest.raises(TransitionAborted, match="injected"):
@@ -243,7 +241,7 @@ def test_an_abort_in_place_refills_the_old_plan_from_the_living_copy(
 
 def test_destroy_never_takes_the_last_copy(movers: ThreadMovers) -> None:
     """protocol.md: a copy of every model-stage lives at every instant."""
-    current, target, (destroy, _, rest) = extend_then_destroy(True)
+    current, target, (destroy, _, rest) = extend_then_destroy()
     movers.fill(0, current, STATES)
     with pytest.raises(TransitionAborted, match="last copy of actor-training"):
         run(movers, TransitionDag(current, target, Mode.IN_PLACE, (destroy, rest)))
@@ -286,27 +284,12 @@ def test_weight_synchronization_fills_the_buffers_of_generation(
     for _ in range(2):
         report = run_move(movers, order)
     assert (report.bytes_shared, report.bytes_group)[across_nodes] == report.bytes_moved == order.bytes_moved
-    for device, state in movers.states(0, ACTOR_GENERATION, plan).items():
-        training = dict(Holding.of(plan[ACTOR_TRAINING]).ranks)
-        assert state.counters.version == 5
+    for state in movers.states(0, ACTOR_GENERATION, plan).values():
+        expected = whole_tensors(STATES[ACTOR_TRAINING], ACTOR_TRAINING)
         for shard in state.shards:
-            whole = movers.states(0, ACTOR_TRAINING, plan)
-            expected = (
-                next(
-                    s.view(shard.param.name)[shard.box.within(s.shard(shard.param.name).box)]
-                    for s in whole.values()
-                    if shard.param.name in s and s.shard(shard.param.name).box.intersect(shard.box) == shard.box
-                )
-                if _held_whole(whole, shard)
-                else None
-            )
-            if expected is not None:
-                assert torch.equal(state.view(shard.param.name), expected), (device, training)
-
-
-def _held_whole(states: dict[int, Any], shard: Any) -> bool:
-    name = shard.param.name
-    return any(name in s and s.shard(name).box.intersect(shard.box) == shard.box for s in states.values())
+            slices = tuple(slice(a, b) for a, b in zip(shard.box.start, shard.box.stop, strict=True))
+            assert torch.equal(state.view(shard.param.name), expected[shard.param.name, StateKind.PARAM][slices])
+        assert state.counters.version == 5
 
 
 def random_plan(generator: random.Random) -> Plan:
@@ -326,7 +309,7 @@ def usage() -> tuple[int, int, int]:
 
 def test_many_cycles_with_random_delays_and_aborts_neither_hang_nor_leak() -> None:
     """A short form of the 200 cycles below."""
-    cycles(30)
+    cycles(12)
 
 
 @pytest.mark.slow
@@ -357,7 +340,7 @@ def cycles(count: int) -> None:
         if cycle % 10 == 0 or cycle == count - 1:
             check_whole(movers, generation, plan)
         check_nothing_else(movers, plan)
-        if cycle == 10:
+        if cycle == count // 2:
             settled = usage()
     ended = usage()
     movers.close()
@@ -366,7 +349,7 @@ def cycles(count: int) -> None:
 
 
 def test_the_ledger_knows_which_old_units_are_whole() -> None:
-    current, _, (destroy, _, _) = extend_then_destroy(True)
+    current, _, (destroy, _, _) = extend_then_destroy()
     ledger = Ledger(current)
     assert ledger.intact(ACTOR_TRAINING) == ((0,), (1,))
     ledger.released(destroy)
@@ -374,4 +357,4 @@ def test_the_ledger_knows_which_old_units_are_whole() -> None:
     (refill,) = ledger.refills()
     assert refill.target.devices == (1,) and refill.source.devices == (0,)
     ledger.refilled(refill)
-    assert ledger.intact(ACTOR_TRAINING) == ((0,), (1,)) and len(MODEL_STAGES) == 6
+    assert ledger.intact(ACTOR_TRAINING) == ((0,), (1,))
