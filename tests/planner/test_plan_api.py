@@ -1,0 +1,196 @@
+"""`nereus.plan` and its command: the users' cases, the JSON of the contracts, and what is said when nothing fits."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from nereus.commands.plan import plan as plan_command
+from nereus.errors import ConfigError, DataError, PlanError
+from nereus.model import Head
+from nereus.models import load_spec
+from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, CRITIC_TRAINING, Plan
+from nereus.planner.api import load_lengths, plan
+from nereus.planner.workload import Lengths
+
+SEVEN = dict(batch=64, prompt=512, response=1024)
+
+
+@pytest.fixture(scope="module")
+def fitting():
+    return plan("qwen2.5-7b", "2x8xa100", **SEVEN)
+
+
+def test_what_fits_has_a_plan_with_its_memory(fitting):
+    assert fitting.feasible and fitting.price.feasible
+    for stage in fitting.to_json()["stages"]:
+        assert {"model_stage", "dp", "tp", "pp", "devices", "seconds", "memory_gb"} <= set(stage)
+        parts = {part: size for part, size in stage["memory_gb"].items() if part != "total"}
+        assert stage["memory_gb"]["total"] == pytest.approx(sum(parts.values()))
+        assert stage["memory_gb"]["total"] <= 72
+        assert stage["dp"] * stage["tp"] * stage["pp"] == sum(map(len, stage["devices"]))
+    assert fitting.to_json()["step_s"] == pytest.approx(
+        sum(fitting.price.wave_seconds) + sum(fitting.price.sync_seconds.values())
+    )
+
+
+def test_what_does_not_fit_is_refused_naming_the_limit():
+    refused = plan("qwen2.5-7b", "2x8xa100", memory_gb=10, **SEVEN)
+    assert not refused.feasible and refused.refusal.limit == "memory"
+    assert "actor-training" in refused.refusal.reason and "9.0 GB are usable" in refused.refusal.reason
+    assert refused.refusal.valid
+    found = refused.to_json()
+    assert found["feasible"] is False and found["stages"] == [] and "memory" in found["reason"]
+
+
+def test_tp_never_cuts_heads_unevenly():
+    for devices in ("1x8xa100", "2x8xa100"):
+        result = plan("qwen2.5-7b", devices, algorithm="grpo", **SEVEN)
+        assert all(28 % stage["tp"] == 0 for stage in result.to_json()["stages"])
+
+
+def test_a_tp_that_heads_or_nodes_forbid_is_refused_in_one_line():
+    with pytest.raises(PlanError, match="valid tp: 1, 2, 4, 7, 14, 28") as error:
+        plan("qwen2.5-7b", "1x8xa100", algorithm="grpo", compare="actor-training=t8", **SEVEN)
+    assert "\n" not in str(error.value)
+    with pytest.raises(PlanError, match="tp 14 exceeds a node of 8 devices; valid tp: 1, 2, 4, 7"):
+        plan("qwen2.5-7b", "2x8xa100", algorithm="grpo", compare="actor-training=t14", **SEVEN)
+
+
+def test_the_logits_peak_counts_and_the_plan_changes_before_the_cap():
+    shapes, logits = [], []
+    for mean in (512, 2048, 4096, 8192):
+        values = sorted([*(min(9216.0, mean * (0.5 + i / 16)) for i in range(16)), 9216.0])
+        result = plan("qwen2.5-7b", "2x8xa100", algorithm="grpo", batch=16, prompt=512, response=Lengths(tuple(values)))
+        assert result.feasible and result.price.memory_share <= 1
+        training = result.price.stages[ACTOR_TRAINING]
+        shapes.append((str(result.plan[ACTOR_TRAINING].shape), training.micro_batch, training.recompute))
+        logits.append(training.memory.active["logits"])
+    assert len(set(shapes)) > 1
+    assert min(logits) > 0
+
+
+def test_two_models_planned_after_each_other_share_no_state(fitting):
+    other = plan("qwen2.5-14b", "2x8xh200", algorithm="grpo", **SEVEN)
+    assert all(40 % stage["tp"] == 0 for stage in other.to_json()["stages"])
+    assert str(plan("qwen2.5-7b", "2x8xa100", **SEVEN).plan) == str(fitting.plan)
+
+
+def test_devices_that_the_batch_cannot_use_stay_idle_and_are_counted():
+    result = plan("llama-3.2-1b", "8x8xh100", algorithm="grpo", batch=2, prompt=64, response=32)
+    assert result.choice.idle_devices
+    assert any("stay idle" in note for note in result.notes)
+
+
+def test_one_device_runs_models_in_turn():
+    spec = load_spec("qwen2.5-0.5b")
+    result = plan(spec, "1x1xh200", batch=4, prompt=64, response=64, reward=spec.with_head(Head.SCORE))
+    assert result.feasible and result.choice.placement == "colocated"
+    assert any("take turns" in note for note in result.notes)
+
+
+def test_colocated_model_stages_begin_at_the_first_device():
+    result = plan("llama-3.2-1b", "1x4xh100", placement="colocated", batch=32, prompt=128, response=256)
+    assert all(stage_plan.devices[0] == 0 for _, stage_plan in result.plan.stages)
+
+
+def test_disjoint_roles_share_no_device():
+    result = plan("llama-3.2-1b", "1x8xh100", placement="disjoint", batch=32, prompt=128, response=256)
+    taken = {}
+    for m, stage_plan in result.plan.stages:
+        taken.setdefault(m.role, set()).update(stage_plan.devices)
+    sizes = [len(devices) for devices in taken.values()]
+    assert sum(sizes) == len(set().union(*taken.values()))
+
+
+def test_a_plan_that_shares_weights_synchronizes_nothing():
+    result = plan("llama-3.2-1b", "1x2xh200", algorithm="grpo", batch=16, prompt=64, response=16)
+    both = "d2t1p1@0-1"
+    compared = plan(
+        "llama-3.2-1b", "1x2xh200", algorithm="grpo", batch=16, prompt=64, response=16,
+        compare={"actor-training": both, "actor-generation": both},
+    ).compared  # fmt: skip
+    assert compared.sync_seconds == {(ACTOR_TRAINING, ACTOR_GENERATION): 0.0}
+    assert compared.stages[ACTOR_GENERATION].shares_weights
+    assert compared.step_seconds >= result.price.step_seconds * (1 - 1e-9)
+
+
+def test_explaining_lists_slower_runners_up_and_what_kept_faster_settings_out():
+    result = plan("llama-3.2-3b", "1x4xh100", algorithm="grpo", explain=True, **SEVEN)
+    assert result.alternatives
+    for other in result.alternatives:
+        assert other.price.step_seconds >= result.price.step_seconds * (1 - 1e-9) and other.price.feasible
+    assert result.excluded and all(e.reason.startswith(("memory", "devices")) for e in result.excluded)
+
+
+def test_no_compared_plan_that_fits_is_faster_than_the_choice(fitting):
+    for text in (
+        "actor-training=d2t4p1@0-7 critic-training=d2t4p1@8-15",
+        "actor-training=megatron:d1p2t4@0-7;critic-training=d1p2t4@8-15",
+        "actor-generation=d16",
+    ):
+        compared = plan("qwen2.5-7b", "2x8xa100", compare=text, **SEVEN).compared
+        assert not compared.feasible or compared.step_seconds >= fitting.price.step_seconds * (1 - 1e-9)
+
+
+def test_a_plan_that_cannot_be_read_says_how_to_write_one():
+    with pytest.raises(PlanError, match="write actor-training=d4t2p2"):
+        plan("llama-3.2-1b", "1x2xh100", algorithm="grpo", compare="d4t2p2", **SEVEN)
+
+
+def test_bad_arguments_name_the_key():
+    with pytest.raises(ConfigError, match="batch"):
+        plan("llama-3.2-1b", "1x2xh100", batch=0)
+    with pytest.raises(ConfigError, match="colocated, disjoint, free"):
+        plan("llama-3.2-1b", "1x2xh100", placement="anywhere")
+    with pytest.raises(ConfigError, match="ppo, grpo, remax"):
+        plan("llama-3.2-1b", "1x2xh100", algorithm="dpo")
+
+
+def test_lengths_are_read_as_quantiles(tmp_path):
+    source = tmp_path / "lengths.csv"
+    source.write_text("step,length\n" + "\n".join(f"{i},{i}" for i in range(1, 1001)))
+    lengths = load_lengths(source)
+    assert len(lengths.values) == 64 and lengths.longest == 1000 and 480 < lengths.mean < 540
+    source.write_text("[5, 3, 4]")
+    assert load_lengths(source).values == (3, 4, 5)
+    source.write_text("nothing")
+    with pytest.raises(DataError, match="one number"):
+        load_lengths(source)
+
+
+def test_mixed_types_and_uneven_nodes_have_a_plan(tmp_path):
+    source = tmp_path / "cluster.yaml"
+    source.write_text("nodes:\n  - {count: 1, devices: 8, accelerator: h200}\n  - {devices: 3, accelerator: a100}\n")
+    result = plan("llama-3.2-3b", str(source), **SEVEN)
+    assert result.feasible and result.price.feasible
+    assert {CRITIC_TRAINING, ACTOR_TRAINING} <= set(result.plan.model_stages)
+
+
+def run_command(*arguments):
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(plan_command)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_command_prints_json_alone_and_a_plan_that_reads_back():
+    done = run_command(
+        "--model", "llama-3.2-1b", "--cluster", "1x4xh200", "--algorithm", "grpo", "--batch", "32", "--json", "-"
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["feasible"] is True and found["reason"] is None
+    Plan.from_json(found["stages"])
+    assert all(a["step_s"] >= found["step_s"] * (1 - 1e-9) for a in found["alternatives"])
+
+
+def test_the_command_shows_the_table_and_the_critical_path():
+    done = run_command("--model", "llama-3.2-1b", "--cluster", "1x2xh200", "--algorithm", "grpo", "--batch", "8")
+    assert done.exit_code == 0, done.output
+    assert "critical path" in done.stdout and "tokens/s" in done.stdout
+
+
+def test_the_command_exits_with_one_where_nothing_fits():
+    done = run_command("--model", "llama-3.1-8b", "--cluster", "1x2xh100", "--memory-gb", "4", "--batch", "8")
+    assert done.exit_code == 1 and "no plan fits" in done.stdout
