@@ -66,7 +66,8 @@ class Run:
         """Return when the run has printed `text`."""
         deadline = time.monotonic() + timeout_s
         while text not in self.output:
-            assert self.process.poll() is None, f"ended without {text!r}:\n{self.output}"
+            code = self.process.poll()
+            assert code is None or text in self.output, f"ended with {code} without {text!r}:\n{self.output}"
             assert time.monotonic() < deadline, f"no {text!r} within {timeout_s:g} s:\n{self.output}"
             time.sleep(0.02)
 

@@ -16,7 +16,7 @@ import torch
 
 from nereus.algorithms.types import GlobalCounts, Sample
 
-__all__ = ["RESPONSE_COLUMNS", "SAMPLE_COLUMNS", "RolloutBatch", "gather_ragged", "shares", "starts"]
+__all__ = ["RESPONSE_COLUMNS", "RolloutBatch", "SAMPLE_COLUMNS", "gather_ragged", "shares", "starts"]
 
 SAMPLE_COLUMNS = (
     "prompt_index",

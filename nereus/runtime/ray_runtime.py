@@ -34,7 +34,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 START_TIMEOUT = timedelta(seconds=120)
-END_TIMEOUT = timedelta(seconds=5)
+END_TIMEOUT = timedelta(seconds=2)
+"""A worker told to end does so within this time, or it is stopped."""
 
 
 class _Actor:
@@ -249,9 +250,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def _wait_for_end(process: int) -> None:
-    """Return when a killed process of this node is gone, or after some seconds."""
+    """Return when a worker's process on this node is gone; one that is stopped, and so cannot end itself, is killed."""
     deadline = time.monotonic() + END_TIMEOUT.total_seconds()
-    while time.monotonic() < deadline and Path(f"/proc/{process}/fd/0").is_symlink():
+    while Path(f"/proc/{process}/fd/0").is_symlink():
+        if time.monotonic() > deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+            return
         time.sleep(0.005)
 
 

@@ -1,0 +1,149 @@
+"""Runs on real Ray workers, each a `nereus train` of its own: to the end, interrupted, hurt, side by side, joined."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs import Run, command_line, nereus, shared_files, survivors, tiny
+
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny warm start, made by the first run and reused by the others."""
+    return tmp_path_factory.mktemp("warm")
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def started(run: Run, text: str) -> set[int]:
+    """The run's processes once it has printed `text`."""
+    run.wait_for(text, timeout_s=170)
+    return run.tree
+
+
+def worker_processes(run: Run) -> list[int]:
+    return sorted(pid for pid in run.tree if "_Actor" in command_line(pid))
+
+
+def test_a_recipe_with_all_four_models_trains_and_moves_on_four_workers(tmp_path: Path, cache: Path) -> None:
+    files = shared_files()
+    transition = "transitions=[{step: 3, plan: {actor-training: d1t1p2@2-3, reward-inference: d2t1p1@0-1}}]"
+    run = Run(
+        ["train", *tiny(tmp_path, "warm_start.reward_steps=10", "trainer.critic_warmup=0", transition, cache=cache)],
+        log=tmp_path / "output.txt",
+    )
+    tree = started(run, "step 1:")
+    assert len(worker_processes(run)) == 4
+    ended = run.wait()
+    assert ended.code == 0, ended.output
+    metrics, events = rows(tmp_path / "run" / "metrics.jsonl"), rows(tmp_path / "run" / "events.jsonl")
+    steps = [row for row in metrics if "timing_s/step" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert all(
+        f"timing_s/{name}" in steps[-1] for name in ("reward-inference", "reference-inference", "actor-training")
+    )
+    assert [row["plan_generation"] for row in steps] == [0, 0, 1]
+    assert all({"actor/pg_loss", "critic/vf_loss", "train/reward/mean"} <= row.keys() for row in steps)
+    moves = [event for event in events if event["type"] == "transition"]
+    assert len(moves) == 1 and moves[0]["verified"] and moves[0]["bytes_moved"] == moves[0]["bytes_lower_bound"]
+    assert not survivors(tree) and shared_files() <= files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "number", "group"),
+    [
+        ("warm start: teaching", signal.SIGINT, True),
+        ("starting Ray", signal.SIGINT, True),
+        ("starting 4 workers", signal.SIGTERM, False),
+        ("step 1:", signal.SIGINT, True),
+        ("step 1:", signal.SIGTERM, False),
+    ],
+    ids=["warm start", "Ray's start", "workers' start", "a step", "a step, SIGTERM"],
+)
+def test_an_interrupted_run_ends_with_130_and_leaves_nothing(
+    tmp_path: Path, cache: Path, text: str, number: signal.Signals, group: bool
+) -> None:
+    files = shared_files()
+    reuse = None if text.startswith("warm") else cache
+    run = Run(
+        ["train", *tiny(tmp_path, "trainer.steps=200", recipe="quickstart", cache=reuse)], log=tmp_path / "output.txt"
+    )
+    started(run, text)
+    time.sleep(0.3)
+    tree = run.tree
+    run.signal(number, group=group)
+    ended = run.wait(timeout_s=30)
+    assert ended.code == 130, ended.output
+    assert ended.output.endswith("interrupted; everything that was started has ended\n"), ended.output
+    assert "Traceback" not in ended.output
+    assert not survivors(tree) and shared_files() <= files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_worker_ends_the_run_with_its_device_and_task(
+    tmp_path: Path, cache: Path, number: signal.Signals
+) -> None:
+    """A dead worker is known at once, one that does not answer when the groups' time is up."""
+    timeout_s, files = 6, shared_files()
+    plan = "plan={actor-generation: d1t4p1@0-3, reference-inference: d1t4p1@0-3, actor-training: d2t2p1@0-3, "
+    plan += "critic-training: d1t2p2@0-3, critic-inference: d1t2p2@0-3}"
+    run = Run(
+        ["train", *tiny(tmp_path, "trainer.steps=500", f"cluster.timeout_s={timeout_s}", plan,
+                        recipe="quickstart", cache=cache)],
+        log=tmp_path / "output.txt",
+    )  # fmt: skip
+    started(run, "step 1:")
+    tree, victim = run.tree, worker_processes(run)[1]
+    os.kill(victim, number)
+    ended = run.wait(timeout_s=60)
+    assert ended.code == 1, ended.output
+    message = ended.output.strip().splitlines()[-1]
+    assert re.match(r"failed: worker \d, \S+", message), ended.output
+    assert ended.seconds < timeout_s + 5 + 5, "the time-out, 5 s, and Ray's own end"
+    assert "Traceback" not in ended.output
+    assert not survivors(tree) and shared_files() <= files
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_do_not_meet_and_a_folder_can_be_used_again(tmp_path: Path, cache: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    runs = []
+    for folder in folders:
+        folder.mkdir()
+        runs.append(Run(["train", *tiny(folder, recipe="quickstart", cache=cache)], log=folder / "output.txt"))
+    ends = [run.wait() for run in runs]
+    assert [end.code for end in ends] == [0, 0], ends
+    first, second = (rows(folder / "run" / "metrics.jsonl") for folder in folders)
+    assert [row["train/reward/mean"] for row in first[-3:]] == [row["train/reward/mean"] for row in second[-3:]]
+    again = nereus("train", *tiny(folders[0], "trainer.steps=1", recipe="quickstart", cache=cache), folder=folders[0])
+    assert again.code == 0, again.output
+    assert len([row for row in rows(folders[0] / "run" / "metrics.jsonl") if "timing_s/step" in row]) == 1
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Ray cluster with 2 slots that is not ours; its address."""
+    temp = tmp_path_factory.mktemp("ray")
+    command = [RAY, "start", "--head", "--num-cpus=2", "--port=0", "--include-dashboard=false", f"--temp-dir={temp}"]
+    ended = subprocess.run(
+        [*command, "--disable-usage-stats"], capture_output=True, text=True, timeout=120, cwd="/",
+        env={**os.environ, "PYTHONPATH": ""},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    match = re.search(r"--address='([^']+)'", ended.stdout)
+    assert match, ended.stdout
+    yield match[1]
+    subprocess.run([RAY, "stop", "--force"], capture_output=True, timeout=60)

@@ -1,0 +1,127 @@
+"""Imports run one way: what decides knows nothing of what executes, and only the runtime knows Ray."""
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nereus
+
+PACKAGE = Path(nereus.__file__).parent
+MODULES = {
+    ".".join(("nereus", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+VALUES = ("errors", "plan", "model", "boxes", "cluster", "workflow", "config", "recipe", "models")
+"""The bottom: values and their checks."""
+MAY_IMPORT = {
+    **dict.fromkeys(VALUES, VALUES),
+    "monitor": (*VALUES, "monitor", "planner"),
+    "planner": (*VALUES, "monitor", "planner"),
+    "admission": (*VALUES, "monitor", "planner", "transition", "admission"),
+}
+"""Of each layer, which parts of the package it may import; parts that are not listed may import any below them."""
+TO_RUNTIME = {
+    "nereus.monitor.signals": ("nereus.runtime.base",),
+    "nereus.transition.executor": ("nereus.runtime.base",),
+    "nereus.transition.orders": ("nereus.runtime.buffers", "nereus.runtime.groups"),
+}
+"""Where lower layers touch the runtime: the seam with its reports, and the handles and groups that orders name."""
+PURE = (
+    "nereus.planner",
+    "nereus.admission",
+    "nereus.monitor.triggers",
+    "nereus.boxes",
+    *(f"nereus.transition.{name}" for name in ("diff", "dag", "feasibility", "cost", "shadow", "in_place", "reshard")),
+)
+HEAVY = ("torch", "ray", "transformers")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Full names a module imports when it is loaded or when its functions run; for type checking only left out."""
+
+    def visit(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                yield from (alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.module is not None:
+                yield from (
+                    full if (full := f"{child.module}.{alias.name}") in MODULES else child.module
+                    for alias in child.names
+                )
+            yield from visit(child)
+
+    return visit(ast.parse(path.read_text()))
+
+
+def part(module: str) -> str:
+    """Which part of the package a module belongs to."""
+    return module.split(".")[1] if module.count(".") else "nereus"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_one_way(module: str) -> None:
+    allowed = MAY_IMPORT.get(part(module))
+    for name in imported(MODULES[module]):
+        if name == "ray" or name.startswith("ray."):
+            assert module == "nereus.runtime.ray_runtime", f"{module} imports {name}"
+        if not name.startswith("nereus."):
+            continue
+        if part(name) == "runtime" and (allowed is not None or part(module) == "transition"):
+            assert name in TO_RUNTIME.get(module, ()), f"{module} imports {name}"
+        elif allowed is not None:
+            assert part(name) in allowed, f"{module} imports {name}"
+        if part(module) in ("monitor", "planner", "transition", "algorithms", "engines", "data", "checkpoint"):
+            assert part(name) not in ("controller", "training", "cli", "job"), f"{module} imports {name}"
+        if part(module) == "controller":
+            assert part(name) != "runtime" or name == "nereus.runtime.base", f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith(PURE)])
+def test_what_decides_imports_neither_torch_nor_ray(module: str) -> None:
+    for name in imported(MODULES[module]):
+        assert name.partition(".")[0] not in HEAVY, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [("nereus",), tuple(name for name in MODULES if name.startswith(PURE)), ("nereus.config", "nereus.cli")],
+    ids=["the package", "what decides", "the command's start"],
+)
+def test_loading_it_brings_no_torch(modules: tuple[str, ...]) -> None:
+    """In a process of its own, imports of imports included."""
+    script = "import importlib, sys\n"
+    script += f"[importlib.import_module(name) for name in {modules!r}]\n"
+    script += f"print(*[name for name in {HEAVY!r} if name in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", [info.name for info in pkgutil.walk_packages(nereus.__path__, "nereus.")])
+def test_what_a_module_offers_is_there_and_sorted(name: str) -> None:
+    module = importlib.import_module(name)
+    offered = getattr(module, "__all__", None)
+    if offered is not None:
+        assert offered == sorted(offered) and all(hasattr(module, entry) for entry in offered)
+
+
+def test_no_module_grows_beyond_its_limits() -> None:
+    for module, path in MODULES.items():
+        text = path.read_text()
+        assert len(text.splitlines()) <= 550, f"{module} should be split"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 80, f"{module}.{node.name} should be split"
+
+
+def test_nothing_is_called_utils() -> None:
+    names = {entry for module in MODULES for entry in module.split(".")}
+    assert not names & {"utils", "util", "common", "core", "helpers", "misc"}
