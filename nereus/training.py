@@ -119,7 +119,8 @@ def run_training(config: RunConfig, view: View) -> TrainResult:
         requests.clear()
         view.phase("starting Ray")
         pool.connect()
-        pool.check_shared(config.run.dir)
+        for path in (config.run.dir, *sorted({role.folder / "config.json" for role in job.setup.roles.values()})):
+            pool.check_shared(path)
         view.phase(f"starting {len(plan.devices)} workers")
         runtime.start()
         recorder = _Recorder(folder, view, config.trainer.steps)

@@ -9,14 +9,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 REPOSITORY = Path(__file__).parent.parent
 SHAPE = "{hidden: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn: 40, max_positions: 128}"
 
 
 def tiny(folder: Path, *overrides: str, recipe: str = "reward_model", cache: Path | None = None) -> list[str]:
-    """Arguments of `nereus train` for a shipped recipe made tiny; runs in `folder`."""
+    """Arguments of `nereus train` for a shipped recipe made tiny, its plan left alone; runs in `folder`."""
+    keys = yaml.safe_load((REPOSITORY / "recipes" / f"{recipe}.yaml").read_text())
+    kept = {key: value for key, value in keys.items() if key not in ("adapt", "supply", "transitions", "triggers")}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(kept))
     return [
-        str(REPOSITORY / "recipes" / f"{recipe}.yaml"),
+        str(path),
         f"model.shape={SHAPE}",
         "data.train.size=200",
         "data.val.size=40",
