@@ -77,13 +77,6 @@ def test_a_handle_of_another_node_is_refused() -> None:
     assert node_identity() == handle.node and memory_kept.numel() == 10
 
 
-def test_memory_that_cannot_be_had_is_refused_at_once() -> None:
-    memory, before = SharedMemory(), descriptors()
-    with pytest.raises(OSError):
-        memory(1 << 60, torch.float32)
-    assert memory.num_bytes == 0 and descriptors() == before
-
-
 def _share(pipe: Connection) -> None:
     memory = SharedMemory()
     flat = memory(1 << 20, torch.float32)

@@ -84,7 +84,7 @@ def reshards(draw: st.DrawFn) -> tuple[ModelSpec, Holding, Holding]:
     return spec, holding(), holding()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(reshards())
 def test_any_layout_reaches_any_layout_with_exactly_the_bytes_it_lacks(
     case: tuple[ModelSpec, Holding, Holding],
@@ -93,7 +93,7 @@ def test_any_layout_reaches_any_layout_with_exactly_the_bytes_it_lacks(
     check(spec, plan_moves(spec, source, target))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(reshards(), st.integers(1, 4))
 def test_sources_on_the_same_node_come_first(case: tuple[ModelSpec, Holding, Holding], per_node: int) -> None:
     spec, source, target = case
