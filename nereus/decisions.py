@@ -190,6 +190,7 @@ class Decider:
         self._lengths = lengths
         self._recent: collections.deque[Signals] = collections.deque(maxlen=EFFICIENCY_WINDOW)
         self._measured: dict[Plan, collections.deque[Signals]] = {}
+        self._last_measured: collections.deque[tuple[Plan, Signals]] = collections.deque(maxlen=EFFICIENCY_WINDOW)
         self._measured_on_plan = 0
         self._num_measured = 0
         self._bias = 1.0
@@ -208,7 +209,7 @@ class Decider:
     def boundary(self, step: int, view: SupplyView) -> Ruling:
         """The ruling before `step`. Called once for every step, and while paused once for every new view."""
         devices = self._usable(view)
-        self._bias = (self._measured_bias(self.plan) if self.plan else None) or self._bias
+        self._bias = self._bias_now()
         prediction = self._expected(self.plan) if self.plan else None
         triggers, self._fired = [*self._fired], []
         self._supply, fired = self._supply.seen(devices)
@@ -371,11 +372,25 @@ class Decider:
         steps = self._measured.get(plan, ())
         if len(steps) < MEASURED_STEPS:
             return None
-        return statistics.median(s.step_s / self._outlook.predict(plan, s.lengths).step_s for s in steps)
+        return statistics.median(self._ratio(plan, signals) for signals in steps)
+
+    def _bias_now(self) -> float:
+        """The bias of the plan in force; while it is new, that of the last steps on whatever plan."""
+        own = self._measured_bias(self.plan) if self.plan else None
+        if own is not None:
+            return own
+        if len(self._last_measured) < MEASURED_STEPS:
+            return 1.0
+        return statistics.median(self._ratio(plan, signals) for plan, signals in self._last_measured)
+
+    def _ratio(self, plan: Plan, signals: Signals) -> float:
+        return signals.step_s / self._outlook.predict(plan, signals.lengths).step_s
 
     def _remember(self, plan: Plan, signals: Signals) -> None:
+        """Keep the plan's last steps; the plan in force is always the newest."""
         if self.policy.paper:
             return
+        self._last_measured.append((plan, signals))
         steps = self._measured.pop(plan, None)
         self._measured[plan] = steps if steps is not None else collections.deque(maxlen=EFFICIENCY_WINDOW)
         self._measured[plan].append(signals)

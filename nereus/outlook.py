@@ -27,7 +27,7 @@ from nereus.planner.calibration import Calibration
 from nereus.planner.cost import ON_DEVICE, CostModel
 from nereus.planner.evaluate import PlanPrice, price
 from nereus.planner.memory import BF16, FP32, FP64, Precision, Recompute
-from nereus.planner.operations import COLUMN, Bill, Op, parse_key
+from nereus.planner.operations import COLLECTIVES, COLUMN, Bill, Op, parse_key
 from nereus.planner.placement import speed_ranks
 from nereus.planner.pricing import Space
 from nereus.planner.problem import Limits, PlanningProblem
@@ -44,8 +44,11 @@ from nereus.workflow import Workflow
 PRECISIONS = {"fp32": FP32, "bf16": BF16, "fp64": FP64}
 """By the names of `trainer.dtype`."""
 
-STEP_NOISE = 0.1
+STEP_NOISE = 0.15
 """Relative noise of a model-stage's measured seconds: waiting and neighbours are in them."""
+
+OPERATION_NOISE = 0.3
+"""Relative noise of an operation class's measured seconds: on shared cores a call may be preempted."""
 
 Settings = dict[ModelStage, tuple[int, Recompute]]
 
@@ -193,12 +196,20 @@ class ModelOutlook(Outlook):
     def _learn_operation(
         self, name: str, work: float, seconds: float, total: Bill, crowding: float, accelerator: str
     ) -> None:
-        """One measured class; its calls are in proportion to the step's counted ones."""
-        column = COLUMN[parse_key(name)]
+        """One measured class; its calls are in proportion to the step's counted ones.
+
+        Collectives are left out: a rank's seconds in one are mostly the wait for its slowest peer.
+        """
+        key = parse_key(name)
+        if key[0] in COLLECTIVES:
+            return
+        column = COLUMN[key]
         counted, calls = float(total.counts[0, column]), float(total.counts[1, column])
         count = calls * work / counted if counted > 0 else 1.0
         share = crowding if ON_DEVICE[column] else 1.0
-        self.calibration.observe(name, work, count, seconds / share, accelerator=accelerator)
+        self.calibration.observe_total(
+            [(key, work, count)], seconds / share, accelerator=accelerator, noise=OPERATION_NOISE
+        )
 
     def _price(self, plan: Plan, lengths: LengthSummary, calibration: Calibration) -> PlanPrice:
         """With the settings chosen when the plan was first priced after a replan, while they fit."""
