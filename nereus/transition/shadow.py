@@ -92,10 +92,11 @@ def _sizes(step: Step, buffers: Buffers, states: Mapping[ModelStage, StageState]
 
 def _shared(steps: Sequence[Step], table: DeviceTable) -> list[list[bool]]:
     """[n][n]: whether two steps have a device in common."""
-    takes_part = np.zeros((len(steps), table.size), dtype=np.float32)
+    takes_part = np.zeros((len(steps), table.size), dtype=np.bool_)
     for row, step in zip(takes_part, steps, strict=True):
-        row[step.readers] = row[step.acquires.devices] = row[step.releases.devices] = 1.0
-    shared: list[list[bool]] = (takes_part @ takes_part.T > 0).tolist()
+        row[step.readers] = row[step.acquires.devices] = row[step.releases.devices] = True
+    bits = np.packbits(takes_part, axis=1)
+    shared: list[list[bool]] = (bits[:, None] & bits[None]).any(axis=2).tolist()
     return shared
 
 
