@@ -13,7 +13,7 @@ from nereus.transition.chain import Step, building_steps, destroy_step
 from nereus.transition.cost import Buffers, DeviceTable, Rates, StageState, readable_bytes
 from nereus.transition.diff import Change, Held
 from nereus.transition.order import Job, best_order
-from nereus.transition.overlap import IntArray
+from nereus.transition.overlap import BoolArray, IntArray
 from nereus.transition.place import Placer
 from nereus.transition.primitives import Infeasible, Mode, TransitionDag
 
@@ -96,8 +96,9 @@ def _shared(steps: Sequence[Step], table: DeviceTable) -> list[list[bool]]:
     for row, step in zip(takes_part, steps, strict=True):
         row[step.readers] = row[step.acquires.devices] = row[step.releases.devices] = True
     bits = np.packbits(takes_part, axis=1)
-    shared: list[list[bool]] = (bits[:, None] & bits[None]).any(axis=2).tolist()
-    return shared
+    shared: BoolArray = (bits[:, None] & bits[None]).any(axis=2)
+    rows: list[list[bool]] = shared.tolist()
+    return rows
 
 
 def _order(steps: Sequence[Step], owner: Sequence[int], shared: Sequence[Sequence[bool]]) -> tuple[int, ...]:
