@@ -96,7 +96,7 @@ def _shared(steps: Sequence[Step], table: DeviceTable) -> list[list[bool]]:
     for row, step in zip(takes_part, steps, strict=True):
         row[step.readers] = row[step.acquires.devices] = row[step.releases.devices] = True
     bits = np.packbits(takes_part, axis=1)
-    shared: BoolArray = (bits[:, None] & bits[None]).any(axis=2)
+    shared: BoolArray = np.logical_or.reduce(bits[:, None] & bits[None], axis=2)
     rows: list[list[bool]] = shared.tolist()
     return rows
 
