@@ -95,6 +95,19 @@ def status(run: Run) -> None:
 
 
 @app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run.dir of a run.")],
+    svg: Annotated[Path, typer.Option(metavar="FILE", help="Where the picture goes.")] = Path("run.svg"),
+) -> None:
+    """Draw a run: reward, response length, devices and where the plan changed."""
+    from nereus.reports.figure import run_figure
+
+    check_destination(str(svg))
+    svg.write_text(run_figure(run))
+    print(f"written to {svg}")
+
+
+@app.command()
 def stop(run: Run) -> None:
     """Ask a run to end before its next step."""
     from nereus.control import ask_stop
