@@ -136,5 +136,5 @@ def random_problem(seed):
         workflow=rl_workflow(name="random", critic=critic, reference=rng.random() < 0.5 and not critic,
                              reward_model=False),
         specs=specs, cluster=cluster, workload=workload, precision=BF16, cost=CostModel(cluster, Calibration()),
-        limits=Limits(memory_cap_bytes=int(state * rng.uniform(0.3, 4)) + (1 << 28), placement=rng.choice([*Placement])),
+        limits=Limits(int(state * rng.uniform(0.3, 4)) + (1 << 28), placement=rng.choice([*Placement])),
     )  # fmt: skip

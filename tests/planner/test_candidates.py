@@ -162,7 +162,9 @@ def test_recomputation_never_makes_a_candidate_faster():
 
 
 def test_a_block_over_types_is_priced_at_the_slowest():
-    devices = [Device(i, f"n{i // 2}", "h200" if i < 2 else "a100", ACCELERATORS["a100"].memory_bytes) for i in range(4)]
+    devices = [
+        Device(i, f"n{i // 2}", "h200" if i < 2 else "a100", ACCELERATORS["a100"].memory_bytes) for i in range(4)
+    ]
     cluster = Cluster(tuple(devices), (ACCELERATORS["h200"], ACCELERATORS["a100"]))
     problem = problem_for(tiny_spec(), cluster, algorithm="grpo", batch=8, prompt=100, response=100)
     table = problem.pricing.candidates(REFERENCE_INFERENCE, in_turn=False)
