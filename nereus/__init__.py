@@ -1,13 +1,20 @@
-"""Nereus keeps RL post-training of language models on the best parallel plan while everything drifts."""
+"""Nereus keeps RL post-training of language models on the best parallel plan while everything drifts.
+
+`train` and `plan` are the Python interface; the commands only print what they return. Importing this package loads
+neither torch nor Ray.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import nereus.plan  # noqa: F401  the function below takes the module's place as an attribute, not in imports
 
 if TYPE_CHECKING:
+    from nereus.planner.api import PlanResult
     from nereus.training import TrainResult
 
-__all__ = ["train"]
+__all__ = ["plan", "train"]
 __version__ = "0.1.0"
 
 
@@ -23,3 +30,13 @@ def train(recipe: str | Path, overrides: Sequence[str] = ()) -> "TrainResult":
     from nereus.training import run_training
 
     return run_training(load_config(Path(recipe), list(overrides)), Lines(Console()))
+
+
+def plan(model: str, cluster: str, **options: Any) -> "PlanResult":
+    """The fastest plan of a job on a cluster that fits, or why there is none; options as in `nereus.planner.api.plan`.
+
+    model: HF folder, config.json or built-in name; cluster: `8x8xh200` or a YAML file.
+    """
+    from nereus.planner.api import plan as find_plan
+
+    return find_plan(model, cluster, **options)
