@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from reshard_workers import values
+from reshard_workers import PRELOADED, values
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -100,7 +100,7 @@ class World:
         """restarted: the processes start from nothing, as a restart does, rather than from one that has torch."""
         context: Any = multiprocessing.get_context("spawn" if restarted else "forkserver")
         if not restarted:
-            context.set_forkserver_preload(["reshard_dcp"])
+            context.set_forkserver_preload(PRELOADED)
         meeting = os.path.join(folder, f"meeting-{time.monotonic_ns()}")
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []

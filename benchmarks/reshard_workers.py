@@ -28,6 +28,14 @@ from nereus.transition.orders import BufferKey, DeviceDigests, DeviceOrder, Expo
 from nereus.transition.reshard import Holding
 
 TIMEOUT = timedelta(seconds=120)
+PRELOADED = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "nereus.runtime.resident",
+    "nereus.transition.executor",
+]
+"""Imported once by the process that the others are forked from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,7 +290,7 @@ class ProcessMovers(Movers):
     def __init__(self, num_devices: int) -> None:
         self.server = serve_store()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["reshard_workers"])
+        context.set_forkserver_preload(PRELOADED)
         self.pipes: dict[int, Connection] = {}
         self.processes: dict[int, Any] = {}
         for device in range(num_devices):
@@ -296,10 +304,14 @@ class ProcessMovers(Movers):
 
     def each(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call a method of several workers at once; raises the first error after all have answered."""
+        results, errors, asked = {}, [], []
         for device, args in arguments.items():
-            self.pipes[device].send((method, args))
-        results, errors = {}, []
-        for device in arguments:
+            try:
+                self.pipes[device].send((method, args))
+                asked.append(device)
+            except BrokenPipeError:
+                errors.append(WorkerError(device, method, "died"))
+        for device in asked:
             try:
                 if not self.pipes[device].poll(TIMEOUT.total_seconds()):
                     raise WorkerError(device, method, "was late")

@@ -58,8 +58,15 @@ class Memory(abc.ABC):
         """The handle of a tensor this object allocated and that still lives."""
 
     @abc.abstractmethod
-    def open(self, handle: Handle) -> torch.Tensor:
-        """The tensor behind a handle, sharing its memory, to be read; raises StaleHandle where it is not there."""
+    def open(self, handle: Handle, *, keep: bool = False) -> torch.Tensor:
+        """The tensor behind a handle, sharing its memory, to be read; raises StaleHandle where it is not there.
+
+        keep: it will be opened again, so stay attached until `detach`; its memory cannot go before.
+        """
+
+    @abc.abstractmethod
+    def detach(self) -> None:
+        """Let go of every tensor that was opened to be kept."""
 
     @property
     @abc.abstractmethod
@@ -72,6 +79,7 @@ class SharedMemory(Memory):
 
     def __init__(self) -> None:
         self._live: dict[int, tuple[int, int]] = {}
+        self._attached: dict[Handle, torch.Tensor] = {}
 
     def __call__(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         nbytes = max(numel, 1) * dtype.itemsize
@@ -91,7 +99,18 @@ class SharedMemory(Memory):
         fd, _ = self._live[id(flat)]
         return Handle(node_identity(), flat.numel(), flat.dtype, (os.getpid(), fd, os.fstat(fd).st_ino))
 
-    def open(self, handle: Handle) -> torch.Tensor:
+    def open(self, handle: Handle, *, keep: bool = False) -> torch.Tensor:
+        if handle in self._attached:
+            return self._attached[handle]
+        flat = self._open(handle)
+        if keep:
+            self._attached[handle] = flat
+        return flat
+
+    def detach(self) -> None:
+        self._attached.clear()
+
+    def _open(self, handle: Handle) -> torch.Tensor:
         pid, fd, inode = handle.opener
         if handle.node != node_identity():
             raise StaleHandle(f"buffer of process {pid} lies on node {handle.node}, not on {node_identity()}")
@@ -131,7 +150,10 @@ class CudaMemory(Memory):
         reduce: Callable[[torch.Tensor], tuple[Any, ...]] = reduce_tensor
         return Handle(node_identity(), flat.numel(), flat.dtype, reduce(flat))
 
-    def open(self, handle: Handle) -> torch.Tensor:
+    def detach(self) -> None:
+        """Nothing to do: torch attaches to a peer's memory once and counts the tensors that use it."""
+
+    def open(self, handle: Handle, *, keep: bool = False) -> torch.Tensor:
         rebuild: Callable[..., torch.Tensor] = handle.opener[0]
         return rebuild(*handle.opener[1])
 

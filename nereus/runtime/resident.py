@@ -181,7 +181,8 @@ class Residents:
         for move in order.moves.incoming:
             if move.same_node:
                 handles = exports[move.source].handles
-                pull(move, {kind: self.memory.open(handles[kind]) for kind in target}, target)
+                opened = {kind: self.memory.open(handles[kind], keep=order.keeps_group) for kind in target}
+                pull(move, opened, target)
                 numel += move.numel
         return numel
 

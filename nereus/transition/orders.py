@@ -55,7 +55,7 @@ class DeviceOrder:
     source, target: the buffers the device reads from and fills; None where it has no such part.
     allocates: the target buffer is new; otherwise it exists and is written over.
     group: whom the device exchanges bytes with across nodes; None where all its peers share its node.
-    keeps_group: the group stays for the next move with the same key, as in weight synchronization.
+    keeps_group: the move will be repeated, as weight synchronization is: its group and the peers' mapped memory stay.
     """
 
     key: str

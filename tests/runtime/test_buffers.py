@@ -68,6 +68,17 @@ def test_a_handle_whose_memory_is_gone_is_stale() -> None:
     assert not other.any()
 
 
+def test_what_is_opened_to_be_kept_stays_attached_until_detached() -> None:
+    memory, before = SharedMemory(), descriptors()
+    flat = memory(10, torch.float32)
+    handle = memory.handle(flat)
+    assert memory.open(handle, keep=True) is memory.open(handle)
+    del flat
+    memory.detach()
+    gc.collect()
+    assert descriptors() == before
+
+
 def test_a_handle_of_another_node_is_refused() -> None:
     memory = SharedMemory()
     handle = memory.handle(memory_kept := memory(10, torch.float32))
