@@ -14,6 +14,8 @@ from nereus.runtime.buffers import CudaMemory, Handle, SharedMemory, StaleHandle
 
 
 def descriptors() -> int:
+    """Open file descriptors of this process once all garbage is gone."""
+    gc.collect()
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -38,7 +40,7 @@ def test_memory_and_descriptor_go_with_the_last_view() -> None:
     assert memory.num_bytes == 4000 and not view.any()
     del view
     gc.collect()
-    assert memory.num_bytes == 0 and descriptors() == before
+    assert memory.num_bytes == 0 and descriptors() <= before
 
 
 def test_an_opened_buffer_outlives_its_owner_and_then_leaves_no_descriptor() -> None:
@@ -51,7 +53,7 @@ def test_an_opened_buffer_outlives_its_owner_and_then_leaves_no_descriptor() -> 
     assert bool((seen == 5).all())
     del seen
     gc.collect()
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_a_handle_whose_memory_is_gone_is_stale() -> None:
@@ -76,7 +78,7 @@ def test_what_is_opened_to_be_kept_stays_attached_until_detached() -> None:
     del flat
     memory.detach()
     gc.collect()
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_a_handle_of_another_node_is_refused() -> None:
