@@ -6,12 +6,15 @@ Published rows are read from `../shared/data` beside the repository; a part whos
 """
 
 import math
+import os
 import platform
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import costmodel_inference as inference
+import costmodel_machine as machine
 import costmodel_plans as plans
 import costmodel_training as training
 import numpy
@@ -24,6 +27,8 @@ SEED = 0
 OTHER_SEEDS = (1, 2, 3, 4)
 QUICK_SERVINGS = 12
 """In the quick form every so many-th inference row is used."""
+
+REPETITIONS = 3
 
 COMMAND = "nereus bench costmodel"
 
@@ -39,14 +44,14 @@ def run(quick: bool = False) -> dict[str, Any]:
     console = Console(stderr=True)
     metrics: dict[str, Any] = {}
     rows: dict[str, Any] = {}
-    for name, part in (("measured_training", _training), ("plan_choice", _plan_choice), ("inference", _inference)):
+    for name, part in PARTS.items():
         metrics[name], rows[name], table = part(quick)
         if table is None:
             console.print(f"{name}: its data or package is not here, left out")
         else:
             console.print(table)
     return {
-        "metrics": metrics | {"this_machine": None, "memory": None},
+        "metrics": metrics,
         "setup": _setup(quick),
         "rows": rows,
         "command": COMMAND + (" --quick" if quick else ""),
@@ -56,6 +61,8 @@ def run(quick: bool = False) -> dict[str, Any]:
 def _setup(quick: bool) -> dict[str, Any]:
     return {
         "machine": platform.platform(),
+        "cores": os.cpu_count(),
+        "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "numpy": numpy.__version__,
         "seed": SEED,
@@ -180,3 +187,49 @@ def _inference(quick: bool) -> Part:
 
 def _mape(errors: Any) -> float:
     return statistics.fmean(abs(error) for error in errors)
+
+
+def _this_machine(quick: bool) -> Part:
+    """The engine's stages on two pinned workers."""
+    if (os.cpu_count() or 1) < 2:
+        return None, None, None
+    seconds = machine.measure(machine.cases(quick), repetitions=1 if quick else REPETITIONS)
+    found = machine.compare(seconds, seed=SEED)
+    metrics = found["mape"] | {"noise": found["noise"], "predicted": found["cases"]}
+    table = Table(title="this machine: two workers, each on a core", title_justify="left")
+    for column in ("stage", "predicted", "MAPE", "spread of repetitions"):
+        table.add_column(column)
+    for stage, mape in found["mape"].items():
+        table.add_row(stage, str(found["cases"][stage]), f"{mape:.1%}", f"{found['noise'][stage]:.1%}")
+    table.caption = "goal under 10% a stage"
+    return metrics, found["rows"], table
+
+
+def _memory(quick: bool) -> Part:
+    """State and peak of an update beside the memory model's."""
+    rows = machine.memory_rows(quick)
+    errors = [abs(row["error"]) for row in rows]
+    metrics = {
+        "state_exact": all(row["state_bytes"] == row["predicted_state_bytes"] for row in rows),
+        "activation_error": max(errors),
+        "activation_error_mean": statistics.fmean(errors),
+        "cases": len(rows),
+    }
+    table = Table(title="bytes of one update on a processor: heap peak beyond the state", title_justify="left")
+    for column in ("case", "state exact", "peak MB", "predicted MB", "error"):
+        table.add_column(column)
+    for row in rows:
+        exact = row["state_bytes"] == row["predicted_state_bytes"]
+        sizes = (f"{row['peak_bytes'] / 1e6:.1f}", f"{row['predicted_peak_bytes'] / 1e6:.1f}")
+        table.add_row(row["case"], str(exact), *sizes, f"{row['error']:+.1%}")
+    table.caption = f"largest error {max(errors):.1%} (goal 10%)"
+    return metrics, rows, table
+
+
+PARTS: dict[str, Callable[[bool], Part]] = {
+    "measured_training": _training,
+    "plan_choice": _plan_choice,
+    "inference": _inference,
+    "this_machine": _this_machine,
+    "memory": _memory,
+}

@@ -228,7 +228,7 @@ def _fit_decoding(known: list[Serving]) -> tuple[Calibration, float]:
     """The delay share under which the calibrated model fits the calibration rows best."""
     fits = []
     for share in DELAY_SHARES:
-        calibration = Calibration()
+        calibration = Calibration(forgetting=1.0)
         for row in known:
             calibration.observe_total(decode(row, share), row.tpot_s, accelerator=row.accelerator)
         predicted = [calibration.predict_total(decode(row, share), accelerator=row.accelerator) for row in known]
@@ -239,7 +239,7 @@ def _fit_decoding(known: list[Serving]) -> tuple[Calibration, float]:
 
 
 def _fit_first_token(known: list[Serving], decoding: Calibration, share: float) -> Calibration:
-    calibration = Calibration()
+    calibration = Calibration(forgetting=1.0)
     for row in known:
         step_s = decoding.predict_total(decode(row, share), accelerator=row.accelerator)
         own_s = row.ttft_s - step_s - _wait_s(row, step_s)

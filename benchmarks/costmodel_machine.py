@@ -77,7 +77,7 @@ def cases(quick: bool) -> list[Case]:
     result = []
     for stage in STAGES:
         for plan in PLANS:
-            for lengths in LENGTHS[1::2] if quick else LENGTHS:
+            for lengths in LENGTHS[2:3] if quick else LENGTHS:
                 if stage == "generation" and len(set(lengths)) > 1:
                     continue
                 sizes = (4, SAMPLES) if stage == "generation" else MICRO_BATCHES
@@ -86,7 +86,10 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(runs: list[Case], *, repetitions: int) -> dict[Case, list[float]]:
-    """Seconds of each case and repetition, on the slower of its ranks; repetitions go round all cases in turn."""
+    """Seconds of each case and repetition, on the slower of its ranks; repetitions go round a plan's cases in turn.
+
+    One run of each stage warms up a plan and is not counted.
+    """
     from nereus.runtime.store import serve_store
 
     server = serve_store()
@@ -105,7 +108,7 @@ def measure(runs: list[Case], *, repetitions: int) -> dict[Case, list[float]]:
         for plan_number, plan in enumerate(PLANS):
             own = [case for case in runs if case.plan == plan]
             _ask(pipes, plan, ("join", plan, plan_number))
-            for case in own:
+            for case in {case.stage: case for case in own}.values():
                 _ask(pipes, plan, ("run", case))
             for _ in range(repetitions):
                 for case in own:
@@ -258,11 +261,11 @@ def predicted(case: Case, calibration: Calibration) -> TaskCost:
 
 def compare(seconds: dict[Case, list[float]], *, seed: int = 0, passes: int = 3) -> dict[str, Any]:
     """Per stage: calibrate on every third case, predict the others; the noise is the spread of repetitions."""
-    result: dict[str, Any] = {"mape": {}, "noise": {}, "rows": []}
+    result: dict[str, Any] = {"mape": {}, "noise": {}, "cases": {}, "rows": []}
     for stage in STAGES:
         own = [case for case in seconds if case.stage == stage]
         chosen = set(random.Random(seed).sample(range(len(own)), max(1, len(own) // 3)))
-        calibration = Calibration()
+        calibration = Calibration(forgetting=1.0)
         for index in sorted(chosen) * passes:
             cost, median = predicted(own[index], calibration), statistics.median(seconds[own[index]])
             calibration.observe_total([*cost.work, *cost.bubble], median, accelerator="cpu")
@@ -276,6 +279,7 @@ def compare(seconds: dict[Case, list[float]], *, seed: int = 0, passes: int = 3)
                 {"case": str(case), "measured_s": median, "predicted_s": price, "calibrated_on": index in chosen}
             )
         result["mape"][stage] = statistics.fmean(errors)
+        result["cases"][stage] = len(errors)
         spreads = [(max(times) - min(times)) / statistics.median(times) for times in map(seconds.__getitem__, own)]
         result["noise"][stage] = statistics.median(spreads)
     return result

@@ -104,7 +104,7 @@ def calibrated(rows: list[Row], batching: Batching) -> tuple[Calibration, float]
     """(calibration on the rows, its mean absolute error on them)."""
     runs = [as_run(row, batching) for row in rows]
     bills = [operations(run) for run in runs]
-    calibration = Calibration()
+    calibration = Calibration(forgetting=1.0)
     for bill, run in zip(bills, runs, strict=True):
         calibration.observe_total(bill, run.step_s, accelerator=run.accelerator)
     errors = [

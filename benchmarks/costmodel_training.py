@@ -334,7 +334,7 @@ def evaluate(rows: list[Row], *, seed: int = 0) -> list[Fit]:
 def _fit(name: str, rows: list[Row], interleaving: dict[tuple[str, str, int], int], seed: int) -> Fit:
     chosen = sorted(random.Random(seed).sample(range(len(rows)), max(1, len(rows) // 10)))
     runs = [Run.of(row, interleaving) for row in rows]
-    calibration = Calibration()
+    calibration = Calibration(forgetting=1.0)
     for index in chosen:
         shown, hidden = count(runs[index])
         calibration.observe_total(shown, runs[index].step_s, accelerator=runs[index].accelerator, hidden=hidden)

@@ -142,7 +142,9 @@ class Calibration:
     others (gradient reduction under the backward pass): both together take the root of the sum of their squares.
     """
 
-    def __init__(self, accelerators: Iterable[Accelerator] = ()) -> None:
+    def __init__(self, accelerators: Iterable[Accelerator] = (), *, forgetting: float = FORGETTING) -> None:
+        """`forgetting` 1: the times come from a machine that does not change, and all count the same."""
+        self._forgetting = forgetting
         self._accelerators = ACCELERATORS | {a.name: a for a in accelerators}
         self._index: dict[_Factor, int] = {}
         self._logs = np.zeros(0)
@@ -175,7 +177,7 @@ class Calibration:
         self._extend([_Factor(accelerator, key, fixed) for key in keys for fixed in (True, False)])
         for key in keys:
             self._counts[accelerator, key] = self._counts.get((accelerator, key), 0) + 1
-        self._inflate(accelerator, 1 / FORGETTING)
+        self._inflate(accelerator, 1 / self._forgetting)
         self._update(shown, beside, math.log(seconds), accelerator, noise)
         self._lines.clear()
 
@@ -222,6 +224,7 @@ class Calibration:
         """The whole state; `from_json` gives the same predictions and the same later learning."""
         names = sorted({factor.accelerator for factor in self._index})
         return {
+            "forgetting": self._forgetting,
             "accelerators": [dataclasses.asdict(self._accelerators[name]) for name in names],
             "factors": [[f.accelerator, key_name(f.key), f.fixed] for f in self._index],
             "logs": self._logs.tolist(),
@@ -231,7 +234,8 @@ class Calibration:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "Calibration":
-        result = cls(Accelerator(**fields) for fields in state["accelerators"])
+        accelerators = [Accelerator(**fields) for fields in state["accelerators"]]
+        result = cls(accelerators, forgetting=state["forgetting"])
         factors = [_Factor(name, parse_key(key), fixed) for name, key, fixed in state["factors"]]
         result._index = {factor: position for position, factor in enumerate(factors)}
         result._logs = np.array(state["logs"])
@@ -252,7 +256,7 @@ class Calibration:
         log_total, slope = self._linearize(shown, beside, accelerator, logs)
         deviation = math.sqrt(float(slope @ self._covariance @ slope) + noise**2)
         surprise = abs(target - log_total) / (SURPRISE * deviation)
-        if surprise > 1:
+        if surprise > 1 and self._forgetting < 1:
             self._inflate(accelerator, min(surprise, MAX_INFLATION))
         for _ in range(RELINEARIZATIONS):
             log_total, slope = self._linearize(shown, beside, accelerator, logs)
