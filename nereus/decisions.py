@@ -341,10 +341,13 @@ class Decider:
         return dataclasses.replace(self._pending, plans=tuple(plans)) if plans else None
 
     def _offers(self, plans: Sequence[Plan], view: SupplyView) -> list[Offer]:
-        """Fastest first. An announced loss of a device ends a plan that uses it."""
+        """Fastest first, of those that fit in memory. An announced loss of a device ends a plan that uses it."""
         offers = []
         for plan in plans:
-            step_s = self._expected(plan).step_s
+            found = self._expected(plan)
+            step_s = found.step_s
+            if found.memory_share > 1:
+                continue
             ends = [a for a in view.announced if a.leaving and not set(a.devices).isdisjoint(plan.devices)]
             if ends and not self.policy.paper:
                 first = min(ends, key=lambda a: a.deadline_s)

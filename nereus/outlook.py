@@ -50,6 +50,10 @@ STEP_NOISE = 0.15
 OPERATION_NOISE = 0.3
 """Relative noise of an operation class's measured seconds: on shared cores a call may be preempted."""
 
+WORKER_START_S = {"cpu": 3.0, "cuda": 10.0}
+"""Seconds until a new worker process has imported its libraries and answers; workers start at once. A first guess that
+measured transitions correct."""
+
 Settings = dict[ModelStage, tuple[int, Recompute]]
 
 
@@ -58,6 +62,7 @@ class JobShape:
     """A job as planning sees it. cluster: every device it may ever use.
 
     micro_batch, slots: where the engine fixes them (training and forward passes, generation); else the planner chooses.
+    worker_start_s: what a transition to devices that have no worker yet takes besides moving state.
     """
 
     workflow: Workflow
@@ -73,6 +78,7 @@ class JobShape:
     limits: Limits = Limits()
     micro_batch: int | None = None
     slots: int | None = None
+    worker_start_s: float = 0.0
 
     @classmethod
     def of(cls, config: RunConfig, specs: Mapping[Role, ModelSpec], cluster: Cluster) -> "JobShape":
@@ -91,6 +97,7 @@ class JobShape:
             limits=Limits(space=Space(paper=config.space == "paper")),
             micro_batch=config.actor.ppo_micro_batch_size,
             slots=config.rollout.max_num_seqs,
+            worker_start_s=WORKER_START_S[config.cluster.device],
         )
 
     @classmethod
@@ -165,7 +172,9 @@ class ModelOutlook(Outlook):
         dag = build_dag(current, target, states=self._states, table=self._table, rates=rates)
         if isinstance(dag, Infeasible):
             return Assessment(0.0, feasible=False, reason=dag.reason)
-        return Assessment(transition_seconds(dag, rates), feasible=True)
+        starts = not set(target.devices) <= set(current.devices)
+        start_s = self.job.worker_start_s if starts else 0.0
+        return Assessment(start_s + transition_seconds(dag, rates), feasible=True)
 
     def learn(self, plan: Plan, signals: Signals) -> None:
         """Learn from the seconds of operation classes where they were measured, and of every model-stage."""

@@ -12,7 +12,7 @@ from nereus.decisions import Action, supply_event
 from nereus.model import ModelSpec
 from nereus.monitor.signals import LengthSummary, Signals
 from nereus.monitor.supply import SupplyView
-from nereus.outlook import JobShape, ModelOutlook, decider_of, recorded_decider
+from nereus.outlook import WORKER_START_S, JobShape, ModelOutlook, decider_of, recorded_decider
 from nereus.plan import Plan, Role
 from nereus.planner.calibration import Calibration
 from nereus.planner.evaluate import price
@@ -81,10 +81,12 @@ def test_no_devices_give_no_plan_and_a_reason():
 def test_moving_nowhere_is_free_and_moving_somewhere_takes_time():
     own = outlook()
     current = CONFIG.initial_plan
-    target = Plan.parse({"actor-training": "d2t1p2@0-1,4-5"}, base=current)
+    inside = Plan.parse({"actor-training": "d2t1p2@0-3"}, base=current)
+    outside = Plan.parse({"actor-training": "d2t1p2@0-1,4-5"}, base=current)
     assert own.assess(current, current).transition_s == 0.0
-    moved = own.assess(current, target)
-    assert moved.feasible and moved.transition_s > 0
+    near, far = own.assess(current, inside), own.assess(current, outside)
+    assert near.feasible and far.feasible
+    assert 0 < near.transition_s < WORKER_START_S["cpu"] < far.transition_s, "new devices need workers first"
 
 
 def test_a_transition_that_no_memory_holds_is_infeasible_with_a_reason():

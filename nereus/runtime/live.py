@@ -247,6 +247,7 @@ class LiveRuntime(Runtime):
         return self._loop.evaluate(self._setup.val_prompts)
 
     def transition(self, target: Plan) -> TransitionReport:
+        begun = time.perf_counter()
         self._setup.workflow.check_plan(target)
         dag = self.transition_dag(target)
         if isinstance(dag, Infeasible):
@@ -269,7 +270,7 @@ class LiveRuntime(Runtime):
             self._pool.stop([device for device in started if device in self._pool.devices])
             raise
         self._pool.stop([device for device in current.devices if device not in target.devices])
-        return report
+        return dataclasses.replace(report, seconds=time.perf_counter() - begun)
 
     def transition_dag(self, target: Plan) -> TransitionDag | Infeasible:
         """The operations that would move the job to `target`."""
