@@ -309,8 +309,10 @@ def recomputed(forward: Bill, recompute: Recompute) -> Bill:
 def _generate_bill(at: _Setting) -> tuple[Bill, Bill]:
     """Prefill of all prompts and decoding with a batch that shrinks, on the unit whose sequences last longest.
 
-    With fewer slots than samples a finished sequence's slot is refilled: the batch stays full for
-    (samples - slots) * mean length / slots steps, then shrinks like a fresh batch of `slots` samples.
+    The slots of a pipeline's stages take turns (a lane a stage), so a stage is busy all the time with its share of the
+    layers and each lane's share of the batch. With fewer slots than samples a finished sequence's slot is refilled: the
+    batch stays full for (samples - slots) * mean length / slots steps, then shrinks like a fresh batch of `slots`
+    samples.
     """
     work, samples = at.workload, max(1, -(-at.workload.num_samples // at.dp))
     slots = min(max(1, at.micro_batch), samples)
@@ -349,12 +351,12 @@ def _segments(values: tuple[float, ...]) -> list[tuple[float, float, float]]:
 def _add_prefill(bill: Bill, at: _Setting, samples: int, slots: int) -> None:
     prompt = at.workload.prompt_tokens
     tp, value_bytes, link = at.layout.tp, at.precision.param_bytes, at.span.tp_link
-    tokens = Tokens.of(slots, prompt, loss_length=1, window=at.shape.window)
+    tokens = Tokens.of(slots / at.layout.pp, prompt, loss_length=1, window=at.shape.window)
     passes = samples / slots
     layer = layer_forward(at.shape, tokens, tp=tp, value_bytes=value_bytes, tp_link=link)
     bill.add_bill(layer, at.shape.layers * passes)
     bill.add_bill(head_forward(at.shape, tokens, tp=tp, tp_link=link), passes)
-    _add_hops(bill, at, tokens.count, passes)
+    _add_hops(bill, at, slots * prompt, passes)
 
 
 def _add_decode(bill: Bill, at: _Setting, phases: list[tuple[float, float, float]]) -> None:
@@ -366,9 +368,14 @@ def _add_decode(bill: Bill, at: _Setting, phases: list[tuple[float, float, float
     tokens = sum(count * batch for count, batch, _ in phases)
     seen = sum(count * batch * (min(context, window) if window else context) for count, batch, context in phases)
     one = decode_step(
-        at.shape, batch=tokens / steps, context=seen / tokens, tp=at.layout.tp, value_bytes=at.precision.param_bytes,
-        tp_link=at.span.tp_link, compute_bound=_compute_bound(phases[0][1], at),
-    )  # fmt: skip
+        at.shape,
+        batch=tokens / steps / at.layout.pp,
+        context=seen / tokens,
+        tp=at.layout.tp,
+        value_bytes=at.precision.param_bytes,
+        tp_link=at.span.tp_link,
+        compute_bound=_compute_bound(phases[0][1], at),
+    )
     bill.add_bill(one, steps)
     bill.add(Op.LAUNCH, 0, steps * at.layout.pp)
     _add_hops(bill, at, tokens / steps, steps)

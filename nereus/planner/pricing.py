@@ -489,6 +489,7 @@ class _TaskPrice:
         link = self.span.tp_link
         counts = {tp: _prefill_counts(shape, tp, value_bytes, link, prompt) for tp in {tp for tp, _ in self.layouts}}
         per = np.stack([np.tensordot(counts[tp], lines, axes=2) for tp, _ in self.layouts])
+        per[:, 1] /= self.table.pp
         per_pass, per_token = self._hop_seconds(lines)
         per[:, 0] += per_pass
         per[:, 1] += per_token * prompt
@@ -501,6 +502,7 @@ class _TaskPrice:
             tp: _decode_counts(shape, tp, value_bytes, link, compute_bound) for tp in {t for t, _ in self.layouts}
         }
         per = np.stack([np.tensordot(counts[tp], lines, axes=2) for tp, _ in self.layouts])
+        per[:, 1:] /= self.table.pp[:, None]
         per_pass, per_token = self._hop_seconds(lines)
         per[:, 0] += per_pass + self.table.pp * lines[1, COLUMN[(Op.LAUNCH, None)]]
         per[:, 1] += per_token

@@ -208,6 +208,12 @@ def test_one_long_response_costs_more_than_its_tokens():
     assert times[1] > 5 * times[0]
 
 
+def test_stages_of_a_pipeline_decode_their_lanes_at_once():
+    one, two = (cost(ACTOR_GENERATION, pp=pp, micro_batch=64).operations for pp in (1, 2))
+    assert two["attention_decode"][0] == pytest.approx(one["attention_decode"][0] / 2)
+    assert two["decode_gemm"][0] == pytest.approx(one["decode_gemm"][0]), "each lane reads the stage's weights"
+
+
 def test_fewer_slots_decode_in_more_steps():
     times = [cost(ACTOR_GENERATION, micro_batch=slots).seconds for slots in (64, 16, 4)]
     assert times == sorted(times)
