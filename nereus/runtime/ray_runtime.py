@@ -99,6 +99,9 @@ class RayPool(Pool):
         terminate = signal.getsignal(signal.SIGTERM)
         try:
             self._init()
+        except Exception as error:  # Ray raises plain Exceptions where its processes do not come up
+            where = "" if self._settings.address is None else f" at cluster.address {self._settings.address}"
+            raise ClusterError(f"Ray{where} cannot be used: {_first_line(error)}") from error
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, terminate)  # Ray has put its own there, which ends the process at once
@@ -116,10 +119,7 @@ class RayPool(Pool):
             )
         else:
             package = str(Path(nereus.__file__).parent)
-            try:
-                ray.init(self._settings.address, runtime_env={"py_modules": [package]}, **quiet)
-            except (ConnectionError, ValueError) as error:
-                raise ClusterError(f"cluster.address {self._settings.address}: {_first_line(error)}") from None
+            ray.init(self._settings.address, runtime_env={"py_modules": [package]}, **quiet)
 
     def _check_slots(self, needed: int) -> None:
         kind = "GPU" if self._settings.device == "cuda" else "CPU"
