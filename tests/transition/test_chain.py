@@ -50,7 +50,7 @@ WHOLE = {
 zeros = zeros_on(torch.device("cpu"))
 
 
-def random_plan(rng: random.Random) -> Plan:
+def random_plan(rng: random.Random, num_devices: int = NUM_DEVICES) -> Plan:
     """All six model-stages, any layouts, any devices; one that generates or infers may share weights with training."""
     stages: dict[ModelStage, StagePlan] = {}
     for model_stage in reversed(MODEL_STAGES):
@@ -60,10 +60,10 @@ def random_plan(rng: random.Random) -> Plan:
             continue
         spec = SPECS[model_stage.role]
         layout = Layout(rng.choice([1, 2, 3]), rng.randint(1, spec.num_layers))
-        while layout.num_ranks > NUM_DEVICES:
+        while layout.num_ranks > num_devices:
             layout = Layout(rng.choice([1, 2]), rng.randint(1, spec.num_layers))
-        dp = rng.randint(1, min(3, NUM_DEVICES // layout.num_ranks))
-        stages[model_stage] = StagePlan.of(layout, rng.sample(range(NUM_DEVICES), dp * layout.num_ranks))
+        dp = rng.randint(1, min(3, num_devices // layout.num_ranks))
+        stages[model_stage] = StagePlan.of(layout, rng.sample(range(num_devices), dp * layout.num_ranks))
     return Plan.of(stages)
 
 
