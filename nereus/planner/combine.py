@@ -253,7 +253,7 @@ class Combiner:
         if glued is not None:
             entries.append((np.where(glued, bounds, math.inf), True))
         for row, together, bound in self._ordered(table, entries):
-            if depth == 0:
+            if depth == 0 and not self.spent:
                 self.bound_s = bound
             if self._narrowed or self.spent or bound >= self.best_seconds:
                 break

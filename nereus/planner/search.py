@@ -27,7 +27,7 @@ from nereus.planner.refusal import Refusal, refuse
 EXACT_DEVICES = 64
 """Up to so many devices the search always proves that its choice is the fastest."""
 
-BUDGET = 300
+BUDGET = 100
 """Partial choices looked into on more devices; `Choice.gap` then says what is left unproven."""
 
 
