@@ -186,11 +186,6 @@ def log_distance(a: Accelerator, b: Accelerator) -> float:
     return math.sqrt(sum(math.log(getattr(a, field) / getattr(b, field)) ** 2 for field in fields))
 
 
-def nearest_accelerator(accelerator: Accelerator, among: Iterable[Accelerator]) -> Accelerator:
-    """The one whose peaks are closest."""
-    return min(among, key=lambda other: (log_distance(accelerator, other), other.name))
-
-
 def parse_cluster(text: str) -> Cluster:
     """The cluster of `8x8xh200`: nodes x devices per node x type."""
     match = _SHORT.match(text.strip())
