@@ -37,7 +37,7 @@ from nereus.transition.orders import (
     Receipt,
     StageKinds,
 )
-from nereus.transition.primitives import Mode, Operation, TransitionDag
+from nereus.transition.primitives import Mode, Operation, Primitive, TransitionDag
 from nereus.transition.reshard import Holding, lower_bound_numel
 from nereus.transition.verify import Digests, first_difference
 
@@ -227,6 +227,8 @@ class Execution:
 
     def _run_one(self, operation: Operation) -> None:
         with _named(operation.name):
+            if operation.primitive in (Primitive.OFFLOAD, Primitive.RELOAD):
+                raise TransitionAborted(operation.name, "staging in host memory is not carried out")
             if operation.acquires:
                 order = self.order_of(operation)
                 self._reports[operation.id] = run_move(self._movers, order, verify=self._verify)
