@@ -92,7 +92,8 @@ def smallest_state(trains: bool, table: LayoutTable, precision: Precision) -> In
     """[layouts]: bytes of state that every candidate of a layout holds on its fullest rank (none where shared)."""
     if not trains:
         return np.zeros(len(table.tp), dtype=np.int64)
-    return table.numel.min(axis=1) * state_bytes(precision)
+    smallest: Ints = table.numel.min(axis=1) * state_bytes(precision)
+    return smallest
 
 
 def state_bytes(precision: Precision) -> int:

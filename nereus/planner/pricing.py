@@ -392,7 +392,8 @@ class Sketch:
 
 
 def _power_of_two(values: Ints) -> Mask:
-    return (values & (values - 1)) == 0
+    result: Mask = (values & (values - 1)) == 0
+    return result
 
 
 class _TaskPrice:
@@ -421,7 +422,8 @@ class _TaskPrice:
         if kind is Kind.UPDATE:
             return self._update(lines)
         launch = lines[1, COLUMN[(Op.LAUNCH, None)]]
-        return self._passes(lines, self.workload.num_samples, None) + launch
+        seconds: Floats = self._passes(lines, self.workload.num_samples, None) + launch
+        return seconds
 
     def _update(self, lines: Counts) -> Floats:
         work, precision, wide = self.workload, self.stage.pricing.precision, self.stage.pricing.precision.wide_bytes
@@ -523,7 +525,7 @@ class _TaskPrice:
         context = [work.prompt_tokens + mean / 2]
         for start, end, alive in _segments(work.response.values):
             steps.append((end - start) * (1 - (1 - alive) ** (slots * dp)))
-            batch.append(np.maximum(1.0, slots * alive))
+            batch.append(np.maximum(1.0, slots * alive).astype(np.float64))
             context.append(work.prompt_tokens + (start + end) / 2)
         seen = np.array([min(c, window) if window else c for c in context])
         all_steps, all_batch = np.stack(steps), np.stack(batch)
