@@ -108,10 +108,7 @@ def run_training(config: RunConfig, view: View) -> TrainResult:
     pool = RayPool(ray_settings(config))
     folder, requests = RunFolder(config.run.dir), Requests(config.run.dir)
     try:
-        outlook = job_outlook(config, job, pool.cluster)
         supply = configured_supply(config.supply, pool.cluster.device_ids)
-        plan = config.initial_plan or first_plan(outlook, supply)
-        runtime = LiveRuntime(pool, job.setup, plan)
         try:
             folder.open(config.to_yaml())
         except OSError as error:
@@ -121,10 +118,13 @@ def run_training(config: RunConfig, view: View) -> TrainResult:
         pool.connect()
         for path in (config.run.dir, *sorted({role.folder / "config.json" for role in job.setup.roles.values()})):
             pool.check_shared(path)
+        outlook = job_outlook(config, job, pool.cluster)
+        plan = config.initial_plan or first_plan(outlook, supply)
+        runtime = LiveRuntime(pool, job.setup, plan)
         view.phase(f"starting {len(plan.devices)} workers")
         runtime.start()
         recorder = _Recorder(folder, view, config.trainer.steps)
-        recorder(_start_event(config, job, pool, plan, outlook))
+        recorder(_start_event(config, job, plan, outlook))
         clock = Clock(folder.elapsed_s)
         adaptation = Adaptation(supply, decider_of(config, outlook, plan), recorder) if config.adapt else None
         course = Course(config.trainer.steps, config.trainer.val_every, _transitions(config.transitions))
@@ -176,11 +176,11 @@ def _transitions(named: tuple[TransitionConfig, ...]) -> dict[int, Callable[[Pla
     return {transition.step: change(transition.plan) for transition in named}
 
 
-def _start_event(config: RunConfig, job: Job, pool: RayPool, plan: Plan, outlook: ModelOutlook) -> Start:
+def _start_event(config: RunConfig, job: Job, plan: Plan, outlook: ModelOutlook) -> Start:
     return Start(
         0,
         config=config.model_dump(mode="json"),
-        cluster=dataclasses.asdict(pool.cluster),
+        cluster=dataclasses.asdict(outlook.job.cluster),
         models={role.value: dataclasses.asdict(spec) for role, spec in job.specs.items()},
         plan=plan,
         calibration=outlook.calibration.to_json(),
