@@ -20,7 +20,7 @@ LOGITS_COPIES = 3
 """fp32 tensors of [loss tokens, vocabulary / tp] alive at the peak: logits, shifted logits, probabilities. An objective
 with an entropy term keeps one more."""
 
-SYNC_BUCKET_BYTES = 32 << 20
+SYNC_BUCKET_BYTES = 16 << 20
 """Bytes of one bucket of weight synchronization; a rank holds one that is sent and one that is received."""
 
 
