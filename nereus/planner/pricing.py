@@ -520,11 +520,11 @@ class _TaskPrice:
         """Decode phases of each setting, [phases, settings]: steps, tokens, tokens x context, compute-bound or not."""
         work, window = self.workload, self.stage.shape.window
         mean, dp = work.response.mean, self.dp
-        steps = [(samples - slots) * mean / slots]
-        batch = [slots.astype(np.float64)]
+        steps: list[Floats] = [(samples - slots) * mean / slots]
+        batch: list[Floats] = [slots.astype(np.float64)]
         context = [work.prompt_tokens + mean / 2]
         for start, end, alive in _segments(work.response.values):
-            steps.append((end - start) * (1 - (1 - alive) ** (slots * dp)))
+            steps.append(np.asarray((end - start) * (1 - (1 - alive) ** (slots * dp)), dtype=np.float64))
             batch.append(np.maximum(1.0, slots * alive).astype(np.float64))
             context.append(work.prompt_tokens + (start + end) / 2)
         seen = np.array([min(c, window) if window else c for c in context])

@@ -63,7 +63,7 @@ def _memory(pricing: Pricing, tables: dict[ModelStage, Candidates]) -> Refusal:
     parts = ", ".join(f"{m} {least[m][0] / GB:.1f} GB as {least[m][1]}" for m in least)
     reason = (
         f"memory: each model-stage fits alone ({parts}) but no arrangement keeps the sum of what "
-        f"shares a device within the usable {usable / GB:.1f} GB (idle state alone is {held / GB:.1f} GB at its leanest)"
+        f"shares a device within the usable {usable / GB:.1f} GB (idle state: {held / GB:.1f} GB at its leanest)"
     )
     return Refusal("memory", reason, _larger(pricing, usable + held))
 
