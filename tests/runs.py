@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
 REPOSITORY = Path(__file__).parent.parent
+NOTHING: Mapping[str, str] = {}
 SHAPE = "{hidden: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn: 40, max_positions: 128}"
 
 
@@ -52,7 +53,7 @@ class Ended:
 class Run:
     """One `nereus` command in a session of its own."""
 
-    def __init__(self, arguments: Sequence[str], *, log: Path) -> None:
+    def __init__(self, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str] = NOTHING) -> None:
         self._log, self._begun = log, time.monotonic()
         with log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -61,6 +62,7 @@ class Run:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=log.parent,
+                env={**os.environ, **environment},
                 start_new_session=True,
             )
 
@@ -101,9 +103,9 @@ class Run:
         return descendants(self.process.pid)
 
 
-def nereus(*arguments: str, folder: Path, timeout_s: float = 150.0) -> Ended:
+def nereus(*arguments: str, folder: Path, timeout_s: float = 150.0, environment: Mapping[str, str] = NOTHING) -> Ended:
     """Run a command to its end."""
-    return Run(arguments, log=folder / "output.txt").wait(timeout_s=timeout_s)
+    return Run(arguments, log=folder / "output.txt", environment=environment).wait(timeout_s=timeout_s)
 
 
 def descendants(root: int) -> set[int]:
