@@ -268,9 +268,9 @@ def _private_bytes() -> int:
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
-def worker_main(device: int, store: tuple[str, int], pipe: Connection) -> None:
+def worker_main(device: int, store: tuple[str, int], pipe: Connection, worker_class: type[BenchWorker]) -> None:
     """Serve calls until the pipe closes."""
-    worker = BenchWorker(device, store)
+    worker = worker_class(device, store)
     while True:
         try:
             method, args = pipe.recv()
@@ -287,7 +287,7 @@ def worker_main(device: int, store: tuple[str, int], pipe: Connection) -> None:
 class ProcessMovers(Movers):
     """Workers in processes of their own."""
 
-    def __init__(self, num_devices: int) -> None:
+    def __init__(self, num_devices: int, *, worker_class: type[BenchWorker] = BenchWorker) -> None:
         self.server = serve_store()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -295,9 +295,8 @@ class ProcessMovers(Movers):
         self.processes: dict[int, Any] = {}
         for device in range(num_devices):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=worker_main, args=(device, (self.server.host, self.server.port), theirs), daemon=True
-            )
+            store = self.server.host, self.server.port
+            process = context.Process(target=worker_main, args=(device, store, theirs, worker_class), daemon=True)
             process.start()
             theirs.close()
             self.pipes[device], self.processes[device] = ours, process

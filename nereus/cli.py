@@ -135,7 +135,7 @@ def reshape(
         print("asked; events.jsonl will say what came of it")
 
 
-BENCHMARKS = ("generate", "reshard", "planner", "costmodel", "dag")
+BENCHMARKS = ("generate", "reshard", "planner", "costmodel", "coordination", "dag")
 
 
 @app.command()
