@@ -118,13 +118,14 @@ def test_a_lost_worker_ends_the_run_with_its_device_and_task(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_runs_at_once_do_not_meet_and_a_folder_can_be_used_again(tmp_path: Path, cache: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     runs = []
     for folder in folders:
         folder.mkdir()
         runs.append(Run(["train", *tiny(folder, recipe="quickstart", cache=cache)], log=folder / "output.txt"))
-    ends = [run.wait() for run in runs]
+    ends = [run.wait(timeout_s=300) for run in runs]
     assert [end.code for end in ends] == [0, 0], ends
     first, second = (rows(folder / "run" / "metrics.jsonl") for folder in folders)
     assert [row["train/reward/mean"] for row in first[-3:]] == [row["train/reward/mean"] for row in second[-3:]]
