@@ -80,13 +80,14 @@ class Room:
     """Free bytes of every device, and who waits for some.
 
     Nobody but the chains frees memory. So when every chain that has not ended waits, none ever goes on: `stuck`.
+    waiting: how many chains do.
     """
 
     def __init__(self, free_bytes: Mapping[int, int], *, num_chains: int) -> None:
         self._free = dict(free_bytes)
         self._changed = threading.Condition()
-        self._running, self._waiting = num_chains, 0
-        self.stuck = False
+        self._running, self._num_releases = num_chains, 0
+        self.waiting, self.stuck = 0, False
 
     def acquire(self, needs: Mapping[int, int], *, deadline_s: float) -> bool:
         """Take what each device must give, as soon as it has it; False where that never comes or is late.
@@ -105,10 +106,12 @@ class Room:
 
     def _wait(self, deadline_s: float) -> bool:
         """Until some memory is freed; False where nobody is left who could free some, or the deadline has passed."""
-        self._waiting += 1
+        self.waiting += 1
         self._note_stuck()
+        num_releases = self._num_releases
         woken = not self.stuck and self._changed.wait(max(deadline_s - time.monotonic(), 0))
-        self._waiting -= 1
+        if num_releases == self._num_releases:
+            self.waiting -= 1
         return woken and not self.stuck
 
     def release(self, freed: Mapping[int, int]) -> None:
@@ -116,6 +119,8 @@ class Room:
         with self._changed:
             for device, nbytes in freed.items():
                 self._free[device] += nbytes
+            self.waiting = 0  # each looks again, and waits again if that is not enough
+            self._num_releases += 1
             self._changed.notify_all()
 
     def leave(self) -> None:
@@ -125,7 +130,7 @@ class Room:
             self._note_stuck()
 
     def _note_stuck(self) -> None:
-        if self._running and self._waiting == self._running:
+        if self._running and self.waiting == self._running:
             self.stuck = True
             self._changed.notify_all()
 
