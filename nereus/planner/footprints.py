@@ -187,6 +187,8 @@ class _StageFootprint:
         self.backward = self._by_tp(lambda tp: backward_bytes_per_token(spec, tp, recompute, value_bytes))
         matrices = [functools.partial(_largest_matrix, spec, value_bytes, vocabulary) for vocabulary in (False, True)]
         self.matrix, self.vocabulary_matrix = map(self._by_tp, matrices)
+        if recompute is Recompute.FULL:
+            self.matrix = self.vocabulary_matrix = np.zeros(len(at))
 
     def _by_tp(self, value: Callable[[int], float]) -> Floats:
         """[rows]: a number that depends on tp alone."""

@@ -149,7 +149,8 @@ def _training(
     backward = backward_bytes_per_token(spec, layout.tp, recompute, precision.param_bytes)
     holds_vocabulary = pp_rank in (0, layout.pp - 1)
     transient = backward * _tokens(workload, micro_batch, samples)
-    transient += largest_matrix_bytes(spec, layout.tp, precision.param_bytes, vocabulary=holds_vocabulary)
+    if recompute is not Recompute.FULL:
+        transient += largest_matrix_bytes(spec, layout.tp, precision.param_bytes, vocabulary=holds_vocabulary)
     loss_tokens = workload.response.longest_of(micro_batch, among=samples)
     return {"activations": int(kept)} | _head_or_body(spec, layout, pp_rank, loss_tokens, transient)
 
@@ -240,10 +241,9 @@ def forward_bytes_per_token(spec: ModelSpec, tp: int, value_bytes: int) -> float
 @functools.lru_cache(maxsize=1024)
 def backward_bytes_per_token(spec: ModelSpec, tp: int, recompute: Recompute, value_bytes: int) -> float:
     """Bytes per token of a layer's backward pass besides what was kept: gradients, and what is computed again."""
-    gradients = (2 * spec.hidden + 5 * spec.ffn / tp) * value_bytes
     if recompute is Recompute.FULL:
-        return gradients + layer_bytes_per_token(spec, tp, Recompute.NONE, value_bytes)
-    return gradients
+        return layer_bytes_per_token(spec, tp, Recompute.NONE, value_bytes) + 2 * spec.ffn / tp * value_bytes
+    return (2 * spec.hidden + 5 * spec.ffn / tp) * value_bytes
 
 
 @functools.lru_cache(maxsize=1024)
