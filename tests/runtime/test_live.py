@@ -1,5 +1,6 @@
 """A job on threads: PPO steps through every engine, transitions between them, and what these preserve."""
 
+import dataclasses
 import functools
 import gc
 import math
@@ -17,6 +18,7 @@ import torch
 from jobs import SPEC, Rollouts, changed, gathered, make_runtime, make_setup, numbers, plan_of
 
 from nereus.boxes import flat_numel
+from nereus.cluster import Cluster
 from nereus.engines.state import StateKind, state_dtypes
 from nereus.errors import TransitionAborted
 from nereus.model import Head
@@ -206,6 +208,16 @@ class FaultyPool(ThreadPool):
     """`faults[device, method]` runs once on the worker's thread before the method, or after it (`after move`)."""
 
     faults: dict[tuple[int, str], Callable[[Worker], None]]
+    device_bytes: int | None = None
+    """What transitions are planned for; the workers themselves are not limited."""
+
+    @property
+    def cluster(self) -> Cluster:
+        cluster = super().cluster
+        if self.device_bytes is None:
+            return cluster
+        devices = (dataclasses.replace(device, memory_bytes=self.device_bytes) for device in cluster.devices)
+        return dataclasses.replace(cluster, devices=tuple(devices))
 
     def call(
         self, device: int, method: Callable[Concatenate[Worker, P], T], *args: P.args, **kwargs: P.kwargs
@@ -293,3 +305,28 @@ def test_an_aborted_transition_leaves_the_old_plan_running_and_nothing_of_the_ne
 def untouched(folder: Path) -> list[dict[str, float]]:
     """The first three steps of a job that stays as it is."""
     return run(folder, START, transitions={}, steps=3, dtype=torch.float64)[1]
+
+
+def test_a_job_goes_on_after_a_transition_in_place_was_aborted_and_after_it_succeeded(folder: Path) -> None:
+    """Memory for one replica of actor-training and a half: the old ones go before the new one is whole, and an abort
+    fills them again."""
+    base = changed(START, actor_generation="d2t1p1@4-5", reference_inference="d1t1p1@4", reward_inference="d1t1p1@5")
+    target = changed(base, actor_training="d1t2p1@0-1")
+    pool = FaultyPool(6, timeout=timedelta(seconds=30))
+    pool.faults, pool.device_bytes = {}, 730_000
+    try:
+        runtime = make_runtime(make_setup(folder, Rollouts()), base, pool)
+        rows = [numbers(runtime.run_step(1).metrics)]
+        tensors = gathered(pool, base, 0)
+        pool.faults[0, "seat"] = fail
+        with pytest.raises(TransitionAborted, match="no memory"):
+            runtime.transition(target)
+        same = gathered(pool, base, 0)
+        assert same[1] == tensors[1] and all(torch.equal(same[0][key], tensors[0][key]) for key in tensors[0])
+        rows.append(numbers(runtime.run_step(2).metrics))
+        assert runtime.transition(target).mode == "in_place"
+        assert_holds_exactly(pool, target)
+        rows.append(numbers(runtime.run_step(3).metrics))
+    finally:
+        pool.close()
+    assert worst(rows, untouched(folder))[0] <= 1e-9
