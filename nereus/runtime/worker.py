@@ -177,6 +177,8 @@ class Worker:
                 max_length=seat.setup.max_tokens,
             )
         completions = seat.generator.generate(requests, params)
+        self._gauge.sample()
+        seat.generator.release()  # what runs next on this device needs the cache's memory
         return (completions, seat.state.counters.version) if seat.reports else None
 
     def output(
