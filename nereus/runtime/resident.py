@@ -4,10 +4,12 @@
 
 A buffer is named by what it holds, so two generations under which a device holds the same rank of the same layout
 share it. Buffers that a move fills belong to no generation until `adopt`; whatever no generation names goes with the
-next `free`. Nothing here decides: the executor orders, compares and commits.
+next `free`. A copy in host memory is a buffer like any other, but its memory is shared processor memory and is not
+counted as the device's. Nothing here decides: the executor orders, compares and commits.
 """
 
 import time
+import traceback
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
@@ -15,10 +17,10 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from nereus.engines.state import Counters, StateKind, UnitState
-from nereus.errors import TransitionAborted
+from nereus.errors import NereusError, TransitionAborted
 from nereus.model import ModelSpec
 from nereus.plan import Layout, ModelStage, Plan
-from nereus.runtime.buffers import memory_on
+from nereus.runtime.buffers import Memory, SharedMemory, memory_on
 from nereus.runtime.groups import BackendName, Group
 from nereus.runtime.transport import Exchange, Flats, pull
 from nereus.transition.orders import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt
@@ -30,11 +32,14 @@ class Residents:
     """Every UnitState of one worker.
 
     Between `prepare` and `adopt` a buffer is staged: it can be moved into and read from, and no generation names it.
+    memory: of the device's buffers; host_memory: of the copies in host memory, which peers of the node can read too.
     """
 
     def __init__(self, device: int, torch_device: torch.device) -> None:
         self._device = device
+        self._torch_device = torch_device
         self.memory = memory_on(torch_device)
+        self.host_memory = SharedMemory()
         self._backend: BackendName = "nccl" if torch_device.type == "cuda" else "gloo"
         self._buffers: dict[BufferKey, UnitState] = {}
         self._unfilled: set[BufferKey] = set()
@@ -79,13 +84,18 @@ class Residents:
             if order.target in self._buffers:
                 raise TransitionAborted(order.key, f"device {self._device} already holds {order.target}")
             self._buffers[order.target] = UnitState.allocate(
-                order.spec, order.target.layout, order.target.rank, dtypes=dict(order.kinds), allocator=self.memory
+                order.spec,
+                order.target.layout,
+                order.target.rank,
+                dtypes=dict(order.kinds),
+                allocator=self._memory(in_host=order.target.in_host),
             )
             self._unfilled.add(order.target)
         if order.source is None:
             return None
         state = self._held(order, order.source)
-        return Export({kind: self.memory.handle(state.flats[kind]) for kind, _ in order.kinds}, state.counters)
+        memory = self._memory(in_host=order.source_in_host)
+        return Export({kind: memory.handle(state.flats[kind]) for kind, _ in order.kinds}, state.counters)
 
     def move(
         self,
@@ -100,6 +110,21 @@ class Residents:
 
         exports: of every source device this one reads on its own node. counters: those of the sources.
         """
+        try:
+            return self._move(order, exports, counters, store=store, timeout=timeout)
+        except NereusError as error:
+            _let_go(error)
+            raise
+
+    def _move(
+        self,
+        order: DeviceOrder,
+        exports: Mapping[int, Export],
+        counters: Counters,
+        *,
+        store: Store | None,
+        timeout: timedelta,
+    ) -> Receipt:
         begun = time.monotonic()
         source = self._flats(order, order.source)
         target = self._flats(order, order.target)
@@ -147,7 +172,7 @@ class Residents:
         named = {key for stages in self._generations.values() for key in stages.values()}
         for key in [key for key in self._buffers if key not in named]:
             self._drop(key)
-        for name in [name for name in self._groups if name.startswith(f"g{generation}/")]:
+        for name in [name for name in self._groups if name.startswith(f"move/g{generation}/")]:
             self._groups.pop(name).close()
 
     def _drop(self, key: BufferKey) -> None:
@@ -156,6 +181,9 @@ class Residents:
         self._unfilled.discard(key)
         if state is not None:
             state.flats.clear()
+
+    def _memory(self, *, in_host: bool) -> Memory:
+        return self.host_memory if in_host else self.memory
 
     def _held(self, order: DeviceOrder, key: BufferKey) -> UnitState:
         if key not in self._buffers:
@@ -177,11 +205,11 @@ class Residents:
             return 0
         if order.moves.local is not None and source is not None and not order.keeps_buffer:
             pull(order.moves.local, source, target)
-        numel = 0
+        numel, memory = 0, self._memory(in_host=order.source_in_host)
         for move in order.moves.incoming:
             if move.same_node:
                 handles = exports[move.source].handles
-                opened = {kind: self.memory.open(handles[kind], keep=order.keeps_group) for kind in target}
+                opened = {kind: memory.open(handles[kind], keep=order.keeps_group) for kind in target}
                 pull(move, opened, target)
                 numel += move.numel
         return numel
@@ -194,7 +222,7 @@ class Residents:
         group = self._groups.pop(order.group.name, None)
         if group is None:
             group = order.group.join(store, self._device, timeout=timeout, backend=self._backend)
-        exchange = Exchange(order, group)
+        exchange = Exchange(order, group, self._torch_device)
         kept = False
         try:
             exchange.run(source, target)
@@ -213,3 +241,11 @@ class Residents:
             assert flats is not None
             found |= move_digests(move, flats, side, kinds=flats, bucket_bytes=order.bucket_bytes)
         return found
+
+
+def _let_go(error: BaseException) -> None:
+    """Drop what the frames of an error hold: they would keep buffers alive that an abort frees to make room."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__

@@ -11,7 +11,9 @@ agree on a fingerprint before anything is sent.
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -19,10 +21,13 @@ from nereus.engines.state import StateKind
 from nereus.runtime.groups import Group, Work
 from nereus.transition.orders import DeviceOrder
 from nereus.transition.reshard import Move, Run, buckets
-from nereus.transition.verify import strided
+from nereus.transition.verify import Side, strided
 
-WINDOW = 4
+WINDOW = 8
 """Lots a rank has in flight at once."""
+
+DIRECT_BYTES = 128 << 10
+"""A run of at least so many bytes that is contiguous on both ends is a lot of its own and is never staged."""
 
 Flats = Mapping[StateKind, torch.Tensor]
 
@@ -36,32 +41,39 @@ def pull(move: Move, source: Flats, target: Flats) -> None:
 
 @dataclasses.dataclass(slots=True)
 class _Lot:
-    """One send or receive: consecutive runs of one kind of one move."""
+    """One send or receive: consecutive runs of one kind of one move. `device`: where the group's tensors lie."""
 
     move: Move
     flat: torch.Tensor
     runs: tuple[Run, ...]
     sends: bool
+    device: torch.device
+
+    @property
+    def numel(self) -> int:
+        return sum(run.numel for run in self.runs)
 
     @property
     def direct(self) -> torch.Tensor | None:
-        """The lot as it lies in the flat buffer, where it is contiguous there."""
-        if len(self.runs) > 1 or self.runs[0].rows > 1:
+        """The lot as it lies in the flat buffer, where it is contiguous there and the group can send from there."""
+        if self.flat.device.type != self.device.type:
             return None
-        return strided(self.flat, self.runs[0], "source" if self.sends else "target").view(-1)
+        spans = [_span(run, self._side) for run in self.runs]
+        if None in spans or any(a.stop != b.start for a, b in itertools.pairwise(spans) if a and b):
+            return None
+        return None if spans[0] is None else self.flat.narrow(0, spans[0].start, self.numel)
 
-    def packed(self) -> torch.Tensor:
-        """The elements of the lot in a new contiguous tensor (of a lot to receive: room for them)."""
-        numel = sum(run.numel for run in self.runs)
-        staging = torch.empty(numel, dtype=self.flat.dtype, device=self.flat.device)
-        if self.sends:
-            for run, part in self._parts(staging):
-                part.copy_(strided(self.flat, run, "source"))
-        return staging
+    def pack(self, staging: torch.Tensor) -> None:
+        for run, part in self._parts(staging):
+            part.copy_(strided(self.flat, run, "source"))
 
     def unpack(self, staging: torch.Tensor) -> None:
         for run, part in self._parts(staging):
             strided(self.flat, run, "target").copy_(part)
+
+    @property
+    def _side(self) -> Side:
+        return "source" if self.sends else "target"
 
     def _parts(self, staging: torch.Tensor) -> Iterator[tuple[Run, torch.Tensor]]:
         offset = 0
@@ -70,45 +82,67 @@ class _Lot:
             offset += run.numel
 
 
+def _span(run: Run, side: Side) -> range | None:
+    """The elements of a run on one side, where they follow each other without a gap."""
+    offset, stride = (
+        (run.source_offset, run.source_stride) if side == "source" else (run.target_offset, run.target_stride)
+    )
+    return range(offset, offset + run.numel) if run.rows == 1 or stride == run.row_numel else None
+
+
+def lots(runs: Iterable[Run], *, bucket_numel: int, direct_numel: int) -> Iterator[tuple[Run, ...]]:
+    """Runs in lots of at most a bucket, the same on both ends; long contiguous runs apart from those to be packed."""
+
+    def apart(run: Run) -> bool:
+        return run.numel >= direct_numel and _span(run, "source") is not None and _span(run, "target") is not None
+
+    for is_apart, group in itertools.groupby(runs, apart):
+        for run in group if is_apart else (tuple(group),):
+            yield from buckets((run,) if isinstance(run, Run) else run, bucket_numel)
+
+
 class Exchange:
     """One rank's sends and receives of one move over a group."""
 
-    def __init__(self, order: DeviceOrder, group: Group) -> None:
+    def __init__(self, order: DeviceOrder, group: Group, device: torch.device) -> None:
+        """device: where the tensors must lie that the group sends; a source in host memory is packed there."""
         assert order.group is not None
+        self._device = device
         self._order, self._group, self._peers = order, group, order.group.devices
         self._flying: collections.deque[tuple[Work, _Lot, torch.Tensor | None]] = collections.deque()
-        self._staged_bytes = 0
+        self._free: list[torch.Tensor] = []
+        self._num_staging = 0
         self.peak_staged_bytes = 0
 
     def run(self, source: Flats | None, target: Flats | None) -> None:
         """Send and receive everything; raises GroupError where the ranks' plans differ or a peer is lost."""
-        device = next((flat.device for flats in (source, target) if flats for flat in flats.values()), None)
-        self._group.agree(self._order.fingerprint, device=device)
+        self._group.agree(self._order.fingerprint, device=self._device)
         for lot in self._lots(source, target):
-            if len(self._flying) == WINDOW:
-                self._finish()
             self._post(lot)
         while self._flying:
             self._finish()
 
     def _lots(self, source: Flats | None, target: Flats | None) -> Iterator[_Lot]:
+        """This rank's lots in the global order: the first of every move, then the second of every move, ..."""
         moves = self._order.moves
-        mine = [(move, True) for move in moves.outgoing] + [(move, False) for move in moves.incoming]
-        for move, sends in sorted(mine, key=lambda item: item[0].order):
-            flats = source if sends else target
-            if move.same_node:
-                continue
-            assert flats is not None
-            for kind, dtype in self._order.kinds:
-                for runs in buckets(move.runs, max(self._order.bucket_bytes // dtype.itemsize, 1)):
-                    yield _Lot(move, flats[kind], runs, sends)
+        mine = [(move, True, source) for move in moves.outgoing] + [(move, False, target) for move in moves.incoming]
+        of_moves = [self._of_move(move, sends, flats) for move, sends, flats in mine if not move.same_node and flats]
+        merged = heapq.merge(*map(enumerate, of_moves), key=lambda item: (item[0], item[1].move.order))
+        return (lot for _, lot in merged)
+
+    def _of_move(self, move: Move, sends: bool, flats: Flats) -> Iterator[_Lot]:
+        for kind, dtype in self._order.kinds:
+            bucket = max(self._order.bucket_bytes // dtype.itemsize, 1)
+            for runs in lots(move.runs, bucket_numel=bucket, direct_numel=DIRECT_BYTES // dtype.itemsize):
+                yield _Lot(move, flats[kind], runs, sends, self._device)
 
     def _post(self, lot: _Lot) -> None:
         tensor, staging = lot.direct, None
         if tensor is None:
-            tensor = staging = lot.packed()
-            self._staged_bytes += staging.nbytes
-            self.peak_staged_bytes = max(self.peak_staged_bytes, self._staged_bytes)
+            staging = self._staging(lot.numel * lot.flat.itemsize)
+            tensor = staging[: lot.numel * lot.flat.itemsize].view(lot.flat.dtype)
+            if lot.sends:
+                lot.pack(tensor)
         peer = self._peers.index(lot.move.target if lot.sends else lot.move.source)
         start = self._group.send if lot.sends else self._group.irecv
         self._flying.append((start(tensor, peer, lot.move.order), lot, staging))
@@ -117,6 +151,17 @@ class Exchange:
         work, lot, staging = self._flying.popleft()
         work.wait()
         if staging is not None:
-            self._staged_bytes -= staging.nbytes
             if not lot.sends:
-                lot.unpack(staging)
+                lot.unpack(staging[: lot.numel * lot.flat.itemsize].view(lot.flat.dtype))
+            self._free.append(staging)
+
+    def _staging(self, nbytes: int) -> torch.Tensor:
+        """Room for a lot; used again by later lots, because touching new memory costs as much as a copy."""
+        while not self._free and self._num_staging == WINDOW:
+            self._finish()
+        if self._free:
+            return self._free.pop()
+        size = max(self._order.bucket_bytes, nbytes)
+        self._num_staging += 1
+        self.peak_staged_bytes += size
+        return torch.empty(size, dtype=torch.uint8, device=self._device)

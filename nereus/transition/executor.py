@@ -7,8 +7,9 @@
                                                          |
     Destroys <-------------------------------------------+
 
-Before the commit point any error aborts: the old plan is whole (shadow) or refilled (in place), and nothing of the new
-generation is left. After it an error is the loss of a worker under the new plan, never a return to the old one.
+Before the commit point any error aborts: the old plan is whole (shadow) or refilled (in place, from any copy that
+lives, on devices or in host memory), and nothing of the new generation is left. After it an error is the loss of a
+worker under the new plan, never a return to the old one.
 
 Operations that share a device run one after the other in the order of the DAG, others at once. Where the workers live
 is not known here: `Movers` is all there is of them.
@@ -26,7 +27,8 @@ from nereus.engines.state import Counters
 from nereus.errors import NereusError, TransitionAborted
 from nereus.plan import ModelStage, Plan
 from nereus.runtime.base import TransitionReport
-from nereus.transition.ledger import Ledger, Refill
+from nereus.transition.cost import DeviceTable
+from nereus.transition.ledger import Keys, Ledger, built_by, freed_by
 from nereus.transition.orders import (
     BUCKET_BYTES,
     BufferKey,
@@ -38,10 +40,11 @@ from nereus.transition.orders import (
     StageKinds,
 )
 from nereus.transition.primitives import Mode, Operation, Primitive, TransitionDag
+from nereus.transition.recovery import Recovery, Refill
 from nereus.transition.reshard import Holding, lower_bound_numel
 from nereus.transition.verify import Digests, first_difference
 
-__all__ = ["Execution", "MoveReport", "Movers", "Phase", "run_move"]
+__all__ = ["Execution", "MoveReport", "Movers", "OperationEnd", "Phase", "run_move"]
 
 
 class Movers(abc.ABC):
@@ -126,7 +129,7 @@ def _verify(order: MoveOrder, digests: Mapping[int, DeviceDigests]) -> None:
     for of_device in digests.values():
         sent |= of_device.sent
         received |= of_device.received
-    kept = set() if order.allocates and order.source_stage != order.target_stage else order.moves.kept
+    kept = order.moves.kept if order.reuses_buffers or not order.allocates else frozenset()
     planned = [*order.moves.remote, *(move for move in order.moves.local if move.target not in kept)]
     for move in planned:
         for kind, _ in order.state.kinds:
@@ -145,6 +148,20 @@ def _named(operation: str) -> Iterator[None]:
         raise TransitionAborted(operation, error.problem) from error
     except NereusError as error:
         raise TransitionAborted(operation, str(error)) from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OperationEnd:
+    """An operation of a transition has ended, as number `done` of `total`. bytes_moved: between devices."""
+
+    name: str
+    seconds: float
+    bytes_moved: int
+    done: int
+    total: int
+
+
+HOST = (Primitive.OFFLOAD, Primitive.RELOAD)
 
 
 class Phase(enum.Enum):
@@ -170,13 +187,21 @@ class Execution:
         node_of: Callable[[int], str] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         verify: bool = True,
+        table: DeviceTable | None = None,
+        on_operation: Callable[[OperationEnd], None] | None = None,
     ) -> None:
-        """generation: of the target plan; current_generation: of the plan in force, the one before if not given."""
+        """generation: of the target plan; current_generation: of the plan in force, the one before if not given.
+
+        table: what devices and host memory can hold, for the way back after an abort; without it all is taken to fit.
+        on_operation: told of every operation as it ends, from the thread that called `run`.
+        """
         self.dag, self.phase = dag, Phase.STAGING
         self.ledger = Ledger(dag.current)
         self._movers, self._states, self._generation = movers, states, generation
         self._current_generation = generation - 1 if current_generation is None else current_generation
         self._node_of, self._bucket_bytes, self._verify = node_of, bucket_bytes, verify
+        self._table, self._on_operation = table, on_operation
+        self._num_ended = 0
         self.problems: list[NereusError] = []
         self._reports: dict[int, MoveReport] = {}
 
@@ -197,7 +222,9 @@ class Execution:
         commit()
         self.phase = Phase.COMMITTED
         for operation in self.dag.operations[self.dag.num_staged :]:
+            released = time.monotonic()
             self._release(operation)
+            self._ended(operation, time.monotonic() - released)
         self._movers.retire(self._current_generation)
         self.phase = Phase.DONE
         return self._report(time.monotonic() - begun)
@@ -205,8 +232,9 @@ class Execution:
     def _run_all(self, operations: tuple[Operation, ...]) -> None:
         """Start each operation when what it waits for has ended; after an error start no more and wait for the rest."""
         waits = {operation.id: self._predecessors(operation, operations) for operation in operations}
+        by_id = {operation.id: operation for operation in operations}
         ended: set[int] = set()
-        running: dict[concurrent.futures.Future[None], int] = {}
+        running: dict[concurrent.futures.Future[float], int] = {}
         with concurrent.futures.ThreadPoolExecutor(max_workers=max(len(operations), 1)) as threads:
             while len(ended) < len(operations):
                 for operation in operations:
@@ -215,65 +243,95 @@ class Execution:
                             running[threads.submit(self._run_one, operation)] = operation.id
                 done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
                 for future in done:
-                    ended.add(running.pop(future))
-                    future.result()
+                    ended.add(running[future])
+                    self._ended(by_id[running.pop(future)], future.result())
+
+    def _ended(self, operation: Operation, seconds: float) -> None:
+        self._num_ended += 1
+        if self._on_operation is not None:
+            report = self._reports.get(operation.id)
+            moved, total = report.bytes_moved if report else 0, len(self.dag.operations)
+            self._on_operation(OperationEnd(operation.name, seconds, moved, self._num_ended, total))
 
     def _predecessors(self, operation: Operation, operations: tuple[Operation, ...]) -> set[int]:
-        """Operations it waits for by an edge, or because they come first and share a device."""
+        """Operations it waits for by an edge, or because they come first and share a device or both use host memory."""
         staged = {other.id for other in operations}
         earlier = operations[: operations.index(operation)]
         shared = {other.id for other in earlier if not other.devices.isdisjoint(operation.devices)}
+        if operation.primitive in HOST:
+            shared |= {other.id for other in earlier if other.primitive in HOST}
         return shared | (set(self.dag.after(operation.id)) & staged)
 
-    def _run_one(self, operation: Operation) -> None:
+    def _run_one(self, operation: Operation) -> float:
+        """Carry out one operation; returns its seconds."""
+        begun = time.monotonic()
         with _named(operation.name):
-            if operation.primitive in (Primitive.OFFLOAD, Primitive.RELOAD):
-                raise TransitionAborted(operation.name, "staging in host memory is not carried out")
-            if operation.acquires:
+            if built_by(operation):
                 order = self.order_of(operation)
                 self._reports[operation.id] = run_move(self._movers, order, verify=self._verify)
                 self.ledger.acquired(operation)
             self._release(operation)
+        return time.monotonic() - begun
 
     def order_of(self, operation: Operation) -> MoveOrder:
         """The move that an operation stands for."""
         source = Holding.by_device(operation.source_layout, operation.source_ranks())
-        target = Holding.by_device(operation.target_layout, operation.target_ranks())
+        target = Holding.by_device(operation.target_layout, {d: key.rank for d, key in built_by(operation).items()})
         return MoveOrder.plan(
             f"g{self._generation}/{operation.name}", self._states[operation.model_stage], operation.source_stage,
             source, operation.model_stage, target, node_of=self._node_of, bucket_bytes=self._bucket_bytes,
+            source_in_host=operation.primitive is Primitive.RELOAD,
+            target_in_host=operation.primitive is Primitive.OFFLOAD,
         )  # fmt: skip
 
     def _release(self, operation: Operation) -> None:
-        if not operation.releases:
-            return
-        keys = self.ledger.released(operation)
-        self._movers.release({device: (key,) for device, key in keys.items()})
+        keys = self.ledger.released(operation) if freed_by(operation) else {}
+        if keys:
+            self._movers.release(keys)
 
     def _abort(self) -> None:
         """Back to the old plan: refill what in-place Destroys took, then drop everything else."""
         self.phase = Phase.ABORTED
         if self.dag.mode is Mode.IN_PLACE:
-            for number, refill in enumerate(self.ledger.refills()):
+            self._drop(self._strays())
+            recovery = Recovery(self.ledger, states=self._states, table=self._table)
+            for number, refill in enumerate(recovery.refills()):
                 self._refill(f"g{self._generation}/refill{number}", refill)
         try:
             self._movers.retire(self._generation)
         except NereusError as error:  # a lost worker takes its buffers with it
             self.problems.append(error)
 
+    def _strays(self) -> Keys:
+        """What operations that did not end may have left: buffers half built, or struck out and not yet freed."""
+        found: dict[int, dict[BufferKey, None]] = {}
+        for operation in self.dag.operations:
+            for device, key in (*built_by(operation).items(), *freed_by(operation).items()):
+                if not self.ledger.lives(device, key):
+                    found.setdefault(device, {})[key] = None
+        return {device: tuple(keys) for device, keys in found.items()}
+
+    def _drop(self, keys: Keys) -> None:
+        """Free buffers for good; a worker that is lost has none."""
+        try:
+            self._movers.release(keys)
+        except NereusError as error:
+            self.problems.append(error)
+
     def _refill(self, key: str, refill: Refill) -> None:
-        """Build destroyed buffers again. Where a worker is lost the ledger keeps saying which units are not whole."""
+        """One move of the way back. Where a worker is lost the ledger keeps saying which units are not whole."""
         order = MoveOrder.plan(
             key, self._states[refill.model_stage], refill.model_stage, refill.source, refill.model_stage,
             refill.target, node_of=self._node_of, bucket_bytes=self._bucket_bytes,
+            source_in_host=refill.source_in_host, target_in_host=refill.target_in_host,
         )  # fmt: skip
+        self._drop(refill.drops)
         try:
-            self._movers.release(refill.drops)
             run_move(self._movers, order)
         except NereusError as error:
             self.problems.append(error)
             return
-        self.ledger.refilled(refill)
+        self.ledger.enter(refill.built)
 
     def _report(self, seconds: float) -> TransitionReport:
         reports = self._reports.values()

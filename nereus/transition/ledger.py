@@ -1,107 +1,134 @@
 """Which buffers live on which device while a transition runs, as the driver knows it. Values and bookkeeping only."""
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from nereus.errors import TransitionAborted
-from nereus.plan import Layout, ModelStage, Plan, Stage, StagePlan
+from nereus.plan import Layout, ModelStage, Plan, Stage
 from nereus.transition.orders import BufferKey
-from nereus.transition.primitives import Operation
+from nereus.transition.primitives import Operation, Primitive
 from nereus.transition.reshard import Holding
 
+Keys = dict[int, tuple[BufferKey, ...]]
+"""Buffers by device."""
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Refill:
-    """Buffers of the old plan to be built again. `drops`: staged buffers that must go first, by device."""
 
-    model_stage: ModelStage
-    source: Holding
-    target: Holding
-    drops: dict[int, tuple[BufferKey, ...]]
+class Copy(NamedTuple):
+    """A whole copy of a model-stage: every rank of a layout, on devices or in host memory."""
+
+    layout: Layout
+    in_host: bool
+
+
+def built_by(operation: Operation) -> dict[int, BufferKey]:
+    """The buffers that an operation makes, by device."""
+    if operation.primitive is Primitive.OFFLOAD:
+        return _in_host(operation)
+    ranks = operation.target_ranks()
+    return {device: BufferKey(operation.model_stage, operation.target_layout, ranks[device]) for device in ranks}
+
+
+def freed_by(operation: Operation) -> dict[int, BufferKey]:
+    """The buffers that go when an operation ends, by device; a Reload uses up the copy in host memory."""
+    if operation.primitive is Primitive.RELOAD:
+        return _in_host(operation)
+    ranks, layout = operation.source_ranks(), operation.source_layout
+    return {device: BufferKey(operation.source_stage, layout, ranks[device]) for device in operation.releases}
+
+
+def _in_host(operation: Operation) -> dict[int, BufferKey]:
+    stage, layout = operation.source_stage, operation.source_layout
+    return {device: BufferKey(stage, layout, rank, in_host=True) for device, rank in operation.source_ranks().items()}
+
+
+def own_buffers(plan: Plan) -> Iterator[tuple[int, BufferKey]]:
+    """(device, buffer) of everything that the model-stages of a plan hold themselves."""
+    for model_stage, stage_plan in plan.stages:
+        if plan.holder(model_stage) == model_stage:
+            for device, rank in Holding.of(stage_plan).ranks:
+                yield device, BufferKey(model_stage, stage_plan.layout, rank)
 
 
 class Ledger:
     """Buffers by model-stage and device. A buffer enters when it is whole and leaves when its release is ordered."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self.plan = plan
         self._live: dict[ModelStage, dict[int, set[BufferKey]]] = defaultdict(lambda: defaultdict(set))
-        for model_stage, device, key in _own_buffers(plan):
-            self._live[model_stage][device].add(key)
+        self.enter(own_buffers(plan))
+
+    def enter(self, buffers: Iterable[tuple[int, BufferKey]]) -> None:
+        """Enter buffers that are whole."""
+        for device, key in buffers:
+            self._live[key.model_stage][device].add(key)
+
+    def strike(self, buffers: Iterable[tuple[int, BufferKey]]) -> Keys:
+        """Strike out those of the buffers that live; returns them by device."""
+        found: dict[int, list[BufferKey]] = defaultdict(list)
+        for device, key in buffers:
+            if key in self._live[key.model_stage][device]:
+                self._live[key.model_stage][device].discard(key)
+                found[device].append(key)
+        return {device: tuple(keys) for device, keys in found.items()}
+
+    def lives(self, device: int, key: BufferKey) -> bool:
+        return key in self._live[key.model_stage][device]
+
+    def buffers(self, stage: ModelStage) -> Mapping[int, frozenset[BufferKey]]:
+        """Living buffers of a model-stage by device."""
+        return {device: frozenset(keys) for device, keys in self._live[stage].items() if keys}
+
+    @property
+    def stages(self) -> tuple[ModelStage, ...]:
+        """Model-stages of which anything ever lived."""
+        return tuple(self._live)
 
     def acquired(self, operation: Operation) -> None:
         """Enter what an operation built."""
-        for device, rank in operation.target_ranks().items():
-            key = BufferKey(operation.model_stage, operation.target_layout, rank)
-            self._live[operation.model_stage][device].add(key)
+        self.enter(built_by(operation).items())
 
-    def released(self, operation: Operation) -> dict[int, BufferKey]:
+    def released(self, operation: Operation) -> Keys:
         """Strike out what an operation frees; returns it by device.
 
         Raises TransitionAborted, and strikes nothing out, where no whole copy of the model-stage would live.
         """
-        stage, ranks = operation.source_stage, operation.source_ranks()
-        found = {d: BufferKey(stage, operation.source_layout, ranks[d]) for d in operation.releases}
-        found = {device: key for device, key in found.items() if key in self._live[stage][device]}
-        for device, key in found.items():
-            self._live[stage][device].discard(key)
-        if not self._copy_lives(stage):
-            for device, key in found.items():
-                self._live[stage][device].add(key)
+        stage, found = operation.source_stage, self.strike(freed_by(operation).items())
+        training = ModelStage(stage.role, Stage.TRAINING)  # its parameters are those of every stage of the role
+        if not self.copies(stage) and not self.copies(training):
+            self.enter((device, key) for device, keys in found.items() for key in keys)
             raise TransitionAborted(operation.name, f"it would destroy the last copy of {stage}")
         return found
 
-    def _copy_lives(self, stage: ModelStage) -> bool:
-        """Whether every rank of some layout lives, of the model-stage or (for parameters) of the role's training."""
-        training = ModelStage(stage.role, Stage.TRAINING)
-        return any(self.whole_layouts(source) for source in {stage, training})
-
-    def whole_layouts(self, stage: ModelStage) -> tuple[Layout, ...]:
-        """Layouts of which every rank lives somewhere."""
-        ranks: dict[Layout, set[int]] = defaultdict(set)
+    def copies(self, stage: ModelStage) -> tuple[Copy, ...]:
+        """The whole copies of a model-stage."""
+        ranks: dict[Copy, set[int]] = defaultdict(set)
         for keys in self._live[stage].values():
             for key in keys:
-                ranks[key.layout].add(key.rank)
-        return tuple(layout for layout, held in ranks.items() if len(held) == layout.num_ranks)
+                ranks[Copy(key.layout, key.in_host)].add(key.rank)
+        return tuple(copy for copy, held in ranks.items() if len(held) == copy.layout.num_ranks)
 
-    def holding(self, stage: ModelStage, layout: Layout) -> Holding:
-        """Every living buffer of a layout."""
-        return Holding.by_device(
-            layout, {d: key.rank for d, keys in self._live[stage].items() for key in keys if key.layout == layout}
-        )
+    def holding(self, stage: ModelStage, copy: Copy) -> Holding | None:
+        """Living buffers that make a copy whole, one a device; None where no choice of them does.
 
-    def refills(self) -> Iterator[Refill]:
-        """What brings the old plan back: each model-stage's destroyed buffers from a copy that lives.
-
-        Where a whole copy of the old layout lives the new buffers go first, so the refill needs no more memory than
-        the old plan did; otherwise it reads from them.
+        All of them where no device has two. A device that builds one rank beside another, as in a swap of ranks, has
+        two; then each rank is taken from one device.
         """
-        for stage, stage_plan in self._plan.stages:
-            if self._plan.holder(stage) != stage:
-                continue
-            wanted = dict(Holding.of(stage_plan).ranks)
-            live, old = self._live[stage], stage_plan.layout
-            lost = {d: rank for d, rank in wanted.items() if BufferKey(stage, old, rank) not in live[d]}
-            whole = self.whole_layouts(stage)
-            if not lost or not whole:
-                continue
-            layout = old
-            drops: dict[int, tuple[BufferKey, ...]] = {}
-            if layout in whole:
-                drops = self._strike_all_but(stage, stage_plan)
-            else:
-                layout = whole[0]
-            yield Refill(stage, self.holding(stage, layout), Holding.by_device(old, lost), drops)
-
-    def refilled(self, refill: Refill) -> None:
-        """Enter what a refill built."""
-        for device, rank in refill.target.ranks:
-            self._live[refill.model_stage][device].add(BufferKey(refill.model_stage, refill.target.layout, rank))
+        held: dict[int, list[int]] = {}
+        for device, keys in sorted(self._live[stage].items()):
+            ranks = sorted(key.rank for key in keys if Copy(key.layout, key.in_host) == copy)
+            if ranks:
+                held[device] = ranks
+        if all(len(ranks) == 1 for ranks in held.values()):
+            chosen = {device: ranks[0] for device, ranks in held.items()}
+        else:
+            chosen = _one_rank_each(held)
+        whole = len(set(chosen.values())) == copy.layout.num_ranks
+        return Holding.by_device(copy.layout, chosen) if whole else None
 
     def intact(self, stage: ModelStage) -> tuple[tuple[int, ...], ...]:
         """Units of the old plan all of whose buffers live."""
-        stage_plan = self._plan[stage]
+        stage_plan = self.plan[stage]
         live, layout = self._live[stage], stage_plan.layout
         return tuple(
             unit
@@ -109,22 +136,20 @@ class Ledger:
             if all(BufferKey(stage, layout, rank) in live[device] for rank, device in enumerate(unit))
         )
 
-    def _strike_all_but(self, stage: ModelStage, stage_plan: StagePlan) -> dict[int, tuple[BufferKey, ...]]:
-        """Strike out the staged buffers of a model-stage; returns them by device."""
-        wanted = dict(Holding.of(stage_plan).ranks)
-        drops: dict[int, tuple[BufferKey, ...]] = {}
-        for device, keys in self._live[stage].items():
-            old = BufferKey(stage, stage_plan.layout, wanted[device]) if device in wanted else None
-            staged = tuple(key for key in keys if key != old)
-            if staged:
-                drops[device] = staged
-                keys.difference_update(staged)
-        return drops
 
+def _one_rank_each(held: Mapping[int, list[int]]) -> dict[int, int]:
+    """{device: rank}: as many different ranks as devices can show at once, one each (augmenting paths)."""
+    shown_by: dict[int, int] = {}
 
-def _own_buffers(plan: Plan) -> Iterator[tuple[ModelStage, int, BufferKey]]:
-    """The buffers that the model-stages of a plan hold themselves."""
-    for model_stage, stage_plan in plan.stages:
-        if plan.holder(model_stage) == model_stage:
-            for device, rank in Holding.of(stage_plan).ranks:
-                yield model_stage, device, BufferKey(model_stage, stage_plan.layout, rank)
+    def place(device: int, tried: set[int]) -> bool:
+        for rank in held[device]:
+            if rank not in tried:
+                tried.add(rank)
+                if rank not in shown_by or place(shown_by[rank], tried):
+                    shown_by[rank] = device
+                    return True
+        return False
+
+    for device in held:
+        place(device, set())
+    return {device: rank for rank, device in shown_by.items()}

@@ -15,19 +15,23 @@ from nereus.runtime.groups import GroupSpec
 from nereus.transition.reshard import DeviceMoves, Holding, Moves, plan_moves
 from nereus.transition.verify import Digests
 
-BUCKET_BYTES = 16 << 20
+BUCKET_BYTES = 4 << 20
 """Bytes packed for one send; also the scratch of one digest."""
 
 
 class BufferKey(NamedTuple):
-    """What one device holds of one model-stage: the shards of one rank of one layout."""
+    """What one device holds of one model-stage: the shards of one rank of one layout.
+
+    in_host: a copy that the device's worker keeps in host memory, beside the device's own buffers.
+    """
 
     model_stage: ModelStage
     layout: Layout
     rank: int
+    in_host: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model_stage} {self.layout} rank {self.rank}"
+        return f"{self.model_stage} {self.layout} rank {self.rank}{' in host memory' if self.in_host else ''}"
 
 
 Kinds = tuple[tuple[StateKind, torch.dtype], ...]
@@ -56,6 +60,7 @@ class DeviceOrder:
     allocates: the target buffer is new; otherwise it exists and is written over.
     group: whom the device exchanges bytes with across nodes; None where all its peers share its node.
     keeps_group: the move will be repeated, as weight synchronization is: its group and the peers' mapped memory stay.
+    source_in_host: every source buffer of the move, this device's or a peer's, is a copy in host memory.
     """
 
     key: str
@@ -70,6 +75,7 @@ class DeviceOrder:
     keeps_group: bool
     fingerprint: int
     bucket_bytes: int = BUCKET_BYTES
+    source_in_host: bool = False
 
     @property
     def keeps_buffer(self) -> bool:
@@ -109,7 +115,10 @@ class DeviceDigests:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MoveOrder:
-    """One move of one model-stage between two holdings, before it is cut into the parts of its devices."""
+    """One move of one model-stage between two holdings, before it is cut into the parts of its devices.
+
+    source_in_host, target_in_host: the buffers of that side are copies in host memory, not the devices' own.
+    """
 
     key: str
     state: StageKinds
@@ -119,6 +128,8 @@ class MoveOrder:
     allocates: bool
     keeps_group: bool = False
     bucket_bytes: int = BUCKET_BYTES
+    source_in_host: bool = False
+    target_in_host: bool = False
 
     @classmethod
     def plan(
@@ -134,20 +145,31 @@ class MoveOrder:
         allocates: bool = True,
         keeps_group: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
+        source_in_host: bool = False,
+        target_in_host: bool = False,
     ) -> "MoveOrder":
         moves = plan_moves(state.spec, source, target, node_of=node_of)
-        return cls(key, state, source_stage, target_stage, moves, allocates, keeps_group, bucket_bytes)
+        return cls(
+            key, state, source_stage, target_stage, moves, allocates, keeps_group, bucket_bytes,
+            source_in_host, target_in_host,
+        )  # fmt: skip
 
     @property
     def bytes_moved(self) -> int:
         """Bytes that cross between devices."""
         return self.moves.numel_moved * self.state.element_bytes
 
+    @property
+    def reuses_buffers(self) -> bool:
+        """Whether a device whose source and target have one layout and rank has them in one buffer."""
+        return self.source_stage == self.target_stage and self.source_in_host == self.target_in_host
+
     def per_device(self) -> dict[int, DeviceOrder]:
         """The part of every device that takes part."""
         source, target = dict(self.moves.source.ranks), dict(self.moves.target.ranks)
         group = self.moves.group_devices
         spec = GroupSpec(f"move/{self.key}", group) if group else None
+        read, filled = self.moves.source.layout, self.moves.target.layout
         fingerprint = hash_with(self.moves.fingerprint, self.key)
 
         def order(device: int) -> DeviceOrder:
@@ -157,14 +179,15 @@ class MoveOrder:
                 device=device,
                 spec=self.state.spec,
                 kinds=self.state.kinds,
-                source=None if held is None else BufferKey(self.source_stage, self.moves.source.layout, held),
-                target=None if wanted is None else BufferKey(self.target_stage, self.moves.target.layout, wanted),
+                source=None if held is None else BufferKey(self.source_stage, read, held, self.source_in_host),
+                target=None if wanted is None else BufferKey(self.target_stage, filled, wanted, self.target_in_host),
                 moves=self.moves.of_device(device),
                 allocates=self.allocates,
                 group=spec if device in group else None,
                 keeps_group=self.keeps_group,
                 fingerprint=fingerprint,
                 bucket_bytes=self.bucket_bytes,
+                source_in_host=self.source_in_host,
             )
 
         return {device: order(device) for device in sorted({*self.moves.devices, *target})}

@@ -74,7 +74,7 @@ def test_an_exchange_equals_a_pull_and_stages_no_more_than_its_window(numel: int
     def rank_main(rank: int, store: StoreFactory) -> int:
         target, expected = flats(numel), flats(numel)
         group = GroupSpec("exchange", (0, 1, 2)).join(store(), rank, timeout=LONG)
-        exchange = Exchange(order_for(rank, moves, bucket_bytes=bucket_bytes), group)
+        exchange = Exchange(order_for(rank, moves, bucket_bytes=bucket_bytes), group, torch.device("cpu"))
         exchange.run(flats(numel, seed=rank), target)
         group.barrier()
         group.close()
@@ -93,7 +93,9 @@ def test_ranks_with_different_plans_send_nothing() -> None:
         group = GroupSpec("differ", (0, 1)).join(store(), rank, timeout=LONG)
         target = flats(100)
         with pytest.raises(GroupError, match="disagree"):
-            Exchange(order_for(rank, [move], fingerprint=rank), group).run(flats(100, seed=1), target)
+            Exchange(order_for(rank, [move], fingerprint=rank), group, torch.device("cpu")).run(
+                flats(100, seed=1), target
+            )
         group.close()
         return float(target[StateKind.PARAM].abs().sum())
 

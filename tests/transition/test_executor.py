@@ -27,6 +27,7 @@ from nereus.transition.executor import Execution, Movers, Phase, run_move
 from nereus.transition.ledger import Ledger
 from nereus.transition.orders import MoveOrder, StageKinds
 from nereus.transition.primitives import Mode, Operation, Primitive, TransitionDag
+from nereus.transition.recovery import Recovery
 from nereus.transition.reshard import Holding
 
 FP32 = tuple((kind, torch.float32) for kind in (StateKind.PARAM, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ))
@@ -354,7 +355,7 @@ def test_the_ledger_knows_which_old_units_are_whole() -> None:
     assert ledger.intact(ACTOR_TRAINING) == ((0,), (1,))
     ledger.released(destroy)
     assert ledger.intact(ACTOR_TRAINING) == ((0,),)
-    (refill,) = ledger.refills()
+    (refill,) = Recovery(ledger, states=STATES).refills()
     assert refill.target.devices == (1,) and refill.source.devices == (0,)
-    ledger.refilled(refill)
+    ledger.enter(refill.built)
     assert ledger.intact(ACTOR_TRAINING) == ((0,), (1,))
