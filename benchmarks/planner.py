@@ -87,7 +87,7 @@ def optimality(count: int) -> dict[str, Any]:
             infeasible += returned_infeasible(problem)
         room = {device.id: line.capacity_at(place) for place, device in enumerate(line.devices)}
         best, combinations = enumeration.optimum(
-            cluster, tables, syncs=syncs, sync_price=sync_price.pairs, capacity=room, placement=placement.value
+            cluster, tables, syncs=syncs, sync_price=sync_price.matrix, capacity=room, placement=placement.value
         )
         got = Combiner(line, tables, syncs=syncs, sync_price=sync_price, placement=placement).solve()
         seconds = got.step_seconds if got else math.inf

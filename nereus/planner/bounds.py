@@ -6,6 +6,7 @@ which one model-stage of another stage also has a task (the *crosser*: the train
 either leave its devices alone or wait for it.
 """
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -44,6 +45,8 @@ class Bounds:
             for size in range(len(self.shared_members) + 1)
             for members in itertools.combinations(self.shared_members, size)
         }
+        self._steps = {m: self._steps_of(m) for m in self.shared_members}
+        self._shared_floors: dict[tuple[int | None, ...], float] = {}
 
     def _shared(self) -> tuple[int, tuple[ModelStage, ...]]:
         """The wave in which the crosser meets model-stages of another stage, and those."""
@@ -147,3 +150,49 @@ class Bounds:
                     seconds = np.maximum(seconds, self._by_devices[m][left, wave] + wait)
             best = np.minimum(best, np.where(room < 0, math.inf, seconds))
         return best
+
+    def _steps_of(self, m: ModelStage) -> tuple[list[float], list[int]]:
+        """(seconds of the shared wave, ascending, fewest devices that reach them)."""
+        falling = self._by_devices[m][:, self.shared_wave]
+        drops = np.flatnonzero(np.concatenate([[math.isfinite(falling[0])], falling[1:] < falling[:-1]]))[::-1]
+        return falling[drops].tolist(), drops.tolist()
+
+    def shared_floor(self, rows: Mapping[ModelStage, int]) -> float:
+        """Seconds of the shared wave that no completion of `rows` undercuts, counting the devices of all its members.
+
+        Members beside the crosser share what it leaves; those that wait for it share all devices with the others.
+        """
+        if self.crosser is None or self.crosser not in rows or not self.shared_members:
+            return 0.0
+        key = (rows[self.crosser], *(rows.get(m) for m in self.shared_members))
+        if key not in self._shared_floors:
+            steps = [self._known_step(m, rows[m]) if m in rows else self._steps[m] for m in self.shared_members]
+            self._shared_floors[key] = self._fewest_seconds(rows[self.crosser], steps)
+        return self._shared_floors[key]
+
+    def _known_step(self, m: ModelStage, row: int) -> tuple[list[float], list[int]]:
+        options = self.options[m]
+        return [float(options.seconds[row, self.shared_wave])], [int(options.devices[row])]
+
+    def _fewest_seconds(self, crosser_row: int, steps: list[tuple[list[float], list[int]]]) -> float:
+        """By bisection: what fits in some seconds also fits in more."""
+        assert self.crosser is not None
+        crosser = self.options[self.crosser]
+        held, wait = int(crosser.devices[crosser_row]), float(crosser.seconds[crosser_row, self.shared_wave])
+        waiting = [[seconds + wait for seconds in times] for times, _ in steps]
+        tried = sorted({wait}.union(*(times for times, _ in steps), *waiting))
+
+        def fits(seconds: float) -> bool:
+            choices = []
+            for (times, devices), late in zip(steps, waiting, strict=True):
+                beside, behind = bisect.bisect_right(times, seconds), bisect.bisect_right(late, seconds)
+                options = [(devices[beside - 1],) * 2] if beside else []
+                choices.append([*options, (0, devices[behind - 1])] if behind else options)
+            return seconds >= wait and any(
+                sum(apart for apart, _ in split) <= self.num_devices - held
+                and sum(needed for _, needed in split) <= self.num_devices
+                for split in itertools.product(*choices)
+            )
+
+        found = bisect.bisect_left(tried, True, key=fits)
+        return tried[found] if found < len(tried) else math.inf

@@ -16,7 +16,6 @@ import dataclasses
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +24,7 @@ from nereus.plan import ModelStage, Stage
 from nereus.planner.bounds import Bounds, Options
 from nereus.planner.candidates import Candidate, Candidates, Floats, Ints
 from nereus.planner.placement import Block, Line, place
+from nereus.planner.syncs import Pair, SyncPrice, SyncTable
 
 
 class Placement(enum.StrEnum):
@@ -40,18 +40,10 @@ class Placement(enum.StrEnum):
     FREE = "free"
 
 
+Mask = npt.NDArray[np.bool_]
+
 NARROWING = 0.5
 """The search starts over when a better plan leaves less than this share of the candidates."""
-
-
-class SyncPrice(Protocol):
-    """Prices weight synchronizations."""
-
-    def pairs(self, source: ModelStage, at: Candidate, targets: Candidates) -> Floats:
-        """[targets]: seconds from one candidate of a model-stage to each of another's."""
-
-    def at_least(self, source: ModelStage, targets: Candidates) -> Floats:
-        """[targets]: seconds that no candidate of the source undercuts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +57,7 @@ class Combination:
     spans: dict[ModelStage, tuple[int, int]]
     shared: frozenset[ModelStage]
     wave_seconds: tuple[float, ...]
-    sync_seconds: dict[tuple[ModelStage, ModelStage], float]
+    sync_seconds: dict[Pair, float]
 
     @property
     def step_seconds(self) -> float:
@@ -81,7 +73,7 @@ class _Part:
 
     waves: Floats
     floor: Floats
-    sync: dict[tuple[ModelStage, ModelStage], float]
+    sync: dict[Pair, float]
     rows: dict[ModelStage, int]
     blocks: tuple[Block, ...]
     members: tuple[tuple[ModelStage, ...], ...]
@@ -106,7 +98,7 @@ class _Frontier:
         self.devices = table.num_devices
         self.tried: dict[bool, list[int]] = {False: [], True: []}
 
-    def needless(self, hopeful: npt.NDArray[np.bool_], carefree: npt.NDArray[np.bool_]) -> Ints:
+    def needless(self, hopeful: Mask, carefree: Mask) -> Ints:
         """Rows that another dominates where memory is out of the question.
 
         Of the rows of one region and grain (and, where synchronization differs, one number of devices), in the order
@@ -162,7 +154,7 @@ class Combiner:
         line: Line,
         tables: Mapping[ModelStage, Candidates],
         *,
-        syncs: Sequence[tuple[ModelStage, ModelStage]],
+        syncs: Sequence[Pair],
         sync_price: SyncPrice,
         placement: Placement,
         limit_s: float = math.inf,
@@ -189,8 +181,9 @@ class Combiner:
         )
         self.crosser = self.bounds.crosser
         self.order = sorted(tables, key=self._priority)
-        self._keys = {m: table.shape_keys for m, table in tables.items()}
-        self._pairs: dict[tuple[ModelStage, ModelStage], tuple[Ints, Ints]] = {}
+        self.prices = SyncTable(tables, self.syncs, self.sync_price)
+        self.devices = {m: table.num_devices for m, table in tables.items()}
+        self._tasks = {m: (table.seconds > 0).any(axis=0) for m, table in tables.items()}
 
     def _possible(self, table: Candidates) -> Candidates:
         """The candidates that could run on the line if they had it alone."""
@@ -242,10 +235,11 @@ class Combiner:
         model_stage = self.order[depth]
         table = self.tables[model_stage]
         floors = self.bounds.completions(model_stage, part.rows, part.floor)
-        bounds = floors.sum(axis=1) + part.sync_seconds + self._sync_to_come(model_stage, part, floors)
+        bounds = floors.sum(axis=1) + part.sync_seconds
         if part.blocks:
             bounds[~self._fits_beside(part, model_stage, 0)] = math.inf
-        alone, glued, pair = self._sync_bounds(model_stage, table, part)
+        bounds += self._sync_to_come(model_stage, part, floors, bounds < self.best_seconds)
+        alone, glued, pair = self._sync_bounds(model_stage, part)
         frontier = _Frontier(table, floors, alone, is_source=any(model_stage == source for source, _ in self.syncs))
         apart = bounds if alone is None else bounds + alone
         apart[frontier.needless(apart < self.best_seconds, self._carefree(part, table))] = math.inf
@@ -270,11 +264,17 @@ class Combiner:
 
         Out are candidates that need more memory than what must share a device with them leaves.
         """
-        rest = [m for m in self.order if m not in part.rows]
+        if not self.in_turn and self.bounds.shared_members:
+            wave = self.bounds.shared_wave
+            part.floor = part.floor.copy()
+            part.floor[wave] = max(part.floor[wave], self.bounds.shared_floor(part.rows))
+            if float(part.floor.sum()) + part.sync_seconds >= self.best_seconds:
+                return False
+        rest, left = [m for m in self.order if m not in part.rows], dict[ModelStage, Mask]()
         least = {m: int(np.minimum(self.tables[m].idle, self.tables[m].shared_idle).min()) for m in rest}
         total = np.zeros(self.bounds.num_waves)
         for m in rest:
-            possible = self._fits_beside(part, m, sum(least.values()) - least[m])
+            possible = left[m] = self._fits_beside(part, m, sum(least.values()) - least[m])
             if not possible.any():
                 return False
             fastest = self.tables[m].seconds[possible].min(axis=0)
@@ -282,10 +282,11 @@ class Combiner:
                 total += fastest
             else:
                 part.floor = np.maximum(part.floor, fastest)
-        floor = part.waves + total if self.in_turn else part.floor
-        return float(floor.sum()) + part.sync_seconds < self.best_seconds
+        if self.in_turn:
+            return float((part.waves + total).sum()) + part.sync_seconds < self.best_seconds
+        return float(part.floor.sum()) + part.sync_seconds + self._syncs_ahead(part, left) < self.best_seconds
 
-    def _fits_beside(self, part: _Part, m: ModelStage, others: int) -> npt.NDArray[np.bool_]:
+    def _fits_beside(self, part: _Part, m: ModelStage, others: int) -> Mask:
         """[rows of `m`]: whether memory suffices on devices that it must share; `others`: idle bytes sure to come."""
         table, room = self.tables[m], self.line.max_capacity
         is_target = any(m == target and source in part.rows for source, target in self.syncs)
@@ -317,41 +318,50 @@ class Combiner:
             held[other.role] = max(held.get(other.role, 0), least)
         return sum(devices for role, devices in held.items() if role != m.role)
 
-    def _sync_to_come(self, model_stage: ModelStage, part: _Part, floors: Floats) -> Floats | float:
-        """[rows]: seconds that bringing weights to another model-stage, chosen later, adds at least."""
+    def _sync_to_come(self, model_stage: ModelStage, part: _Part, floors: Floats, hopeful: Mask) -> Floats | float:
+        """[rows]: seconds that bringing weights to another model-stage, chosen later, adds at least to hopeful rows."""
         total: Floats | float = 0.0
-        for source, target in self.syncs:
-            if source != model_stage or target in part.rows:
-                continue
-            table, own = self.tables[target], self.tables[source]
-            finite = floors[np.isfinite(floors).all(axis=1)]
-            if not len(finite):
-                continue
-            ceiling = finite.max(axis=0)
-            if self.in_turn:
-                added = table.seconds.sum(axis=1) - table.seconds.min(axis=0).sum()
-            else:
-                added = np.maximum(table.seconds, ceiling).sum(axis=1) - ceiling.sum()
-            apart = float((added + self.sync_price.at_least(source, table)).min())
-            sharing = np.full(len(own), math.inf)
-            ours, theirs = self._same_shape(source, target)
-            np.minimum.at(sharing, ours, added[theirs])
-            total = total + np.minimum(apart, sharing)
+        for pair in self.prices.pairs:
+            if pair[0] == model_stage and pair[1] not in part.rows and hopeful.any():
+                if self.in_turn:
+                    seconds = self.tables[pair[1]].seconds
+                    added = seconds.sum(axis=1) - seconds.min(axis=0).sum()
+                else:
+                    added = self._lift(pair[1], part, floors[hopeful].max(axis=0))
+                total = total + self.prices.least_from(pair, added)
         return total
 
-    def _same_shape(self, source: ModelStage, target: ModelStage) -> tuple[Ints, Ints]:
-        """Pairs of (row of the source, row of the target) that could share parameters."""
-        if (source, target) not in self._pairs:
-            keys = self._keys[source], self._keys[target]
-            order = np.argsort(keys[1], kind="stable")
-            first = np.searchsorted(keys[1][order], keys[0], side="left")
-            count = np.searchsorted(keys[1][order], keys[0], side="right") - first
-            ours = np.repeat(np.arange(len(keys[0])), count)
-            offset = np.arange(len(ours)) - np.repeat(np.cumsum(count) - count, count)
-            self._pairs[source, target] = ours, order[np.repeat(first, count) + offset]
-        return self._pairs[source, target]
+    def _lift(self, m: ModelStage, part: _Part, floor: Floats) -> Floats:
+        """[rows of `m`]: by how much choosing it lifts a step that takes `floor` anyway, at least."""
+        lifted: Floats = self.bounds.completions(m, part.rows, floor).sum(axis=1) - floor.sum()
+        return lifted
 
-    def _carefree(self, part: _Part, table: Candidates) -> npt.NDArray[np.bool_]:
+    def _syncs_ahead(self, part: _Part, possible: Mapping[ModelStage, Mask]) -> float:
+        """Seconds that synchronizations to model-stages still to be chosen add at least to the floor of a choice.
+
+        possible: the candidates that are left, of each. Pairs whose tasks meet in a wave are not added up.
+        """
+        total, largest, taken = 0.0, 0.0, np.zeros(self.bounds.num_waves, dtype=np.int64)
+        for pair in self.prices.pairs:
+            source, target = pair
+            if target in part.rows:
+                continue
+            if source in part.rows:
+                added = np.maximum(self.tables[target].seconds - part.floor, 0.0).sum(axis=1)
+                added[~possible[target]] = math.inf
+                least = self.prices.least_at(pair, part.rows[source], added)
+                taken += self._tasks[target]
+            elif (self._tasks[source] & self._tasks[target]).any():
+                continue
+            else:
+                added, before = self._lift(target, part, part.floor), self._lift(source, part, part.floor)
+                added[~possible[target]], before[~possible[source]] = math.inf, math.inf
+                least = float((before + self.prices.least_from(pair, added)).min())
+                taken += self._tasks[source] | self._tasks[target]
+            total, largest = total + least, max(largest, least)
+        return total if taken.max() <= 1 else largest
+
+    def _carefree(self, part: _Part, table: Candidates) -> Mask:
         """[rows]: whether memory cannot bind wherever the candidate lies and whatever is chosen later."""
         idle, peak = 0, 0
         for stage in {m.stage for m in self.order}:
@@ -360,7 +370,7 @@ class Combiner:
             holds, peaks = self._largest(stage, part)
             idle, peak = idle + holds, max(peak, peaks)
         least = min(capacity for _, capacity in self.line.runs)
-        fits: npt.NDArray[np.bool_] = table.idle + idle + np.maximum(table.active - table.idle, peak) <= least
+        fits: Mask = table.idle + idle + np.maximum(table.active - table.idle, peak) <= least
         return fits
 
     def _largest(self, stage: Stage, part: _Part) -> tuple[int, int]:
@@ -376,17 +386,11 @@ class Combiner:
             peak.append(int((table.shared_active - table.shared_idle)[rows].max()))
         return (sum(idle) if self.in_turn else max(idle)), max(peak)
 
-    def _sync_bounds(
-        self, model_stage: ModelStage, table: Candidates, part: _Part
-    ) -> tuple[Floats | None, npt.NDArray[np.bool_] | None, tuple[ModelStage, ModelStage] | None]:
+    def _sync_bounds(self, model_stage: ModelStage, part: _Part) -> tuple[Floats | None, Mask | None, Pair | None]:
         """(seconds of synchronization per row when apart, rows that could share parameters, the pair)."""
-        for source, target in self.syncs:
-            if target != model_stage or source not in part.rows:
-                continue
-            row = part.rows[source]
-            partner = self.tables[source]
-            same = self._keys[target] == self._keys[source][row]
-            return self.sync_price.pairs(source, partner[row], table), same, (source, target)
+        for pair in self.prices.pairs:
+            if pair[1] == model_stage and pair[0] in part.rows:
+                return *self.prices.apart(pair, part.rows[pair[0]]), pair
         return None, None, None
 
     def _ordered(self, table: Candidates, entries: Sequence[tuple[Floats, bool]]) -> "list[tuple[int, bool, float]]":
@@ -407,7 +411,7 @@ class Combiner:
         model_stage: ModelStage,
         row: int,
         together: bool,
-        pair: tuple[ModelStage, ModelStage] | None,
+        pair: Pair | None,
         alone: Floats | None,
     ) -> _Part | None:
         """`part` with one more choice, or None where its blocks cannot be placed together."""

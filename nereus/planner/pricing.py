@@ -17,7 +17,7 @@ from nereus.model import ModelSpec
 from nereus.plan import Layout, ModelStage, Role, Stage
 from nereus.planner.bounds import Options
 from nereus.planner.calibration import PRIORS
-from nereus.planner.candidates import RECOMPUTES, Candidate, Candidates, Floats, Ints
+from nereus.planner.candidates import RECOMPUTES, Candidates, Floats, Ints
 from nereus.planner.cost import ON_DEVICE, OPTIMIZER_PASSES, CostModel, Span, _pipeline_basis, _segments, _slowest_mean
 from nereus.planner.footprints import LayoutTable, footprints, layout_table, smallest_state
 from nereus.planner.memory import Precision, Recompute
@@ -135,23 +135,16 @@ class WeightSync:
         lines = np.stack([cost._lines(name, None) for name in types])
         self._work, self._call, self._launch = lines[:, 0, hop], lines[:, 1, hop], lines[:, 1, launch]
 
-    def pairs(self, source: ModelStage, at: Candidate, targets: Candidates) -> Floats:
-        """[targets]: seconds from one candidate of a model-stage to each of another's."""
+    def matrix(self, source: ModelStage, sources: Candidates, targets: Candidates) -> Floats:
+        """[sources, targets]: seconds from each candidate of a model-stage to each of another's."""
         spec, wide = self.pricing.specs[source.role], self.pricing.precision.param_bytes
-        sent = targets.dp * (spec.num_params * wide / at.num_devices)
-        pieces = spec.num_layers * np.maximum(1, at.layout.tp // targets.tp) / targets.pp
-        slower = np.maximum(targets.region // 2, at.region // 2)
+        sent = np.multiply.outer(spec.num_params * wide / sources.num_devices, targets.dp)
         moved = np.maximum(self._received(spec, targets), sent)
+        pieces = np.maximum(1, sources.tp[:, None] // targets.tp) * (spec.num_layers / targets.pp)
+        if len(self._work) == 1:
+            return np.asarray(moved * self._work[0] + pieces * self._call[0] + self._launch[0])
+        slower = np.maximum(targets.region // 2, sources.region[:, None] // 2)
         seconds: Floats = moved * self._work[slower] + pieces * self._call[slower] + self._launch[slower]
-        return seconds
-
-    def at_least(self, source: ModelStage, targets: Candidates) -> Floats:
-        """[targets]: seconds that no candidate of the source undercuts."""
-        spec = self.pricing.specs[source.role]
-        pieces = spec.num_layers / targets.pp
-        seconds: Floats = (
-            self._received(spec, targets) * self._work.min() + pieces * self._call.min() + self._launch.min()
-        )
         return seconds
 
     def _received(self, spec: ModelSpec, targets: Candidates) -> Ints:

@@ -120,8 +120,7 @@ def optimum(cluster, tables, *, syncs, sync_price, capacity, placement):
     room = np.array([capacity[device.id] for device, _, _ in devices], dtype=np.int64)
     prices = {}
     for source, target in syncs:
-        table = tables[source]
-        prices[source, target] = np.array([sync_price(source, table[i], tables[target]) for i in range(len(table))])
+        prices[source, target] = sync_price(source, tables[source], tables[target])
     best, tried = math.inf, 0
     if not all(row.count for row in rows):
         return best, tried

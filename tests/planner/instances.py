@@ -2,8 +2,6 @@
 
 import random
 
-import numpy as np
-
 from nereus.cluster import ACCELERATORS, Cluster, Device, uniform_cluster
 from nereus.model import Head, ModelSpec
 from nereus.plan import (
@@ -65,12 +63,10 @@ class TablePrice:
     def __init__(self, scale):
         self.scale = scale
 
-    def pairs(self, source, at, targets):
-        mixed = at.layout.tp * 7 + at.layout.pp * 3 + at.dp * 5 + targets.tp * 11 + targets.pp * 13 + targets.dp * 2
+    def matrix(self, source, sources, targets):
+        ours = sources.tp * 7 + sources.pp * 3 + sources.dp * 5
+        mixed = ours[:, None] + targets.tp * 11 + targets.pp * 13 + targets.dp * 2
         return self.scale * (mixed % 17) / 10.0
-
-    def at_least(self, source, targets):
-        return np.zeros(len(targets))
 
 
 def random_tables(seed):

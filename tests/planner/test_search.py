@@ -24,7 +24,7 @@ def combine_and_enumerate(seed):
     cluster, line, tables, syncs, sync_price, placement = random_tables(seed)
     found = Combiner(line, tables, syncs=syncs, sync_price=sync_price, placement=placement).solve()
     best, _ = enumeration.optimum(
-        cluster, tables, syncs=syncs, sync_price=sync_price.pairs, capacity=capacities(line), placement=placement
+        cluster, tables, syncs=syncs, sync_price=sync_price.matrix, capacity=capacities(line), placement=placement
     )
     return (found.step_seconds if found else math.inf), best
 
@@ -55,7 +55,7 @@ def enumerated(problem, placement):
         rows = rng.permutation(len(table))[: 14 if len(tables) < 4 else 4]
         kept[m] = table.take(np.sort(rows))
     best, _ = enumeration.optimum(
-        problem.cluster, kept, syncs=problem.workflow.syncs, sync_price=pricing.sync_price.pairs,
+        problem.cluster, kept, syncs=problem.workflow.syncs, sync_price=pricing.sync_price.matrix,
         capacity=capacities(problem.line), placement=placement,
     )  # fmt: skip
     return best, kept
