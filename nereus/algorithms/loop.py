@@ -12,6 +12,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -82,6 +83,7 @@ class _Step:
     prompts: Sequence[Prompt]
     first_place: int
     batch: RolloutBatch | None = None
+    scoring: "Future[tuple[Scores, float]] | None" = None
     scores: Scores | None = None
     prepared: Prepared | None = None
     updates: dict[Role, list[Update]] = dataclasses.field(default_factory=dict)
@@ -101,13 +103,18 @@ class Loop:
     ) -> tuple[dict[str, float], dict[ModelStage, float]]:
         """(metrics under verl's names, seconds by model-stage) of step `step` (from 1)."""
         state = _Step(prompts, first_place)
-        handlers = {Kind.GENERATE: self._generate, Kind.UPDATE: self._update}
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") as scorer:
 
-        def execute(task: Task) -> None:
-            handlers.get(task.kind, self._infer)(task, state, step)
+            def execute(task: Task) -> None:
+                if task.kind is Kind.GENERATE:
+                    self._generate(state, scorer)
+                elif task.kind is Kind.UPDATE:
+                    self._update(task, state, step)
+                else:
+                    self._infer(task, state)
 
-        task_s = self._stages.run(self._workflow.tasks, execute)
-        return self._metrics(state, task_s), task_s
+            task_s = self._stages.run(self._workflow.tasks, execute)
+        return self._metrics(state), task_s
 
     def evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Mean reward and response length over held-out prompts, one response each."""
@@ -122,18 +129,21 @@ class Loop:
             "val/num_samples": float(len(samples)),
         }
 
-    def _generate(self, task: Task, state: _Step, step: int) -> None:
+    def _generate(self, state: _Step, scorer: ThreadPoolExecutor) -> None:
+        """The batch; its scores are computed while the inference tasks run."""
         samples = sorted(
             self._stages.generate(state.prompts, first_place=state.first_place, validation=False),
             key=lambda sample: sample.place,
         )
         state.batch = RolloutBatch.from_samples(samples)
-        started = time.perf_counter()
         prompts = [state.prompts[sample.prompt_index - state.first_place] for sample in samples]
-        state.scores = self._score(prompts, [sample.response_tokens for sample in samples])
-        state.driver_s["timing_s/reward"] = time.perf_counter() - started
+        state.scoring = scorer.submit(self._timed_scores, prompts, [sample.response_tokens for sample in samples])
 
-    def _infer(self, task: Task, state: _Step, step: int) -> None:
+    def _timed_scores(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> tuple[Scores, float]:
+        started = time.perf_counter()
+        return self._score(prompts, responses), time.perf_counter() - started
+
+    def _infer(self, task: Task, state: _Step) -> None:
         assert state.batch is not None
         column = self._stages.output(task.model_stage, state.batch, OUTPUTS[task.kind])
         with self._lock:
@@ -143,7 +153,8 @@ class Loop:
         """Rewards, advantages and returns, computed by whichever update comes first."""
         with self._lock:
             if state.prepared is None:
-                assert state.batch is not None and state.scores is not None
+                assert state.batch is not None and state.scoring is not None
+                state.scores, state.driver_s["timing_s/reward"] = state.scoring.result()
                 started = time.perf_counter()
                 batch = state.batch
                 if batch.scores is None:
@@ -163,7 +174,7 @@ class Loop:
             batch = prepared.batch.select(mini.samples)
             done.append(self._stages.update(task.model_stage, batch, self._algorithm.objective(role, batch.counts)))
 
-    def _metrics(self, state: _Step, task_s: Mapping[ModelStage, float]) -> dict[str, float]:
+    def _metrics(self, state: _Step) -> dict[str, float]:
         assert state.batch is not None and state.scores is not None and state.prepared is not None
         lengths = state.batch.response_lengths.to(torch.float64)
         metrics = dict(state.prepared.metrics)

@@ -6,6 +6,7 @@ Ray is started here with as many slots as the job wants workers, or joined where
 is left running. State never passes through Ray: workers move it among themselves.
 """
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -14,7 +15,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from pathlib import Path
@@ -22,9 +23,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import nereus
-from nereus.cluster import ACCELERATORS, Cluster, Device
+from nereus.cluster import ACCELERATORS, Accelerator, Cluster, Device, known_accelerator
 from nereus.errors import ClusterError, NereusError, WorkerError
 from nereus.runtime.base import Pool, WorkerSettings
 from nereus.runtime.groups import StoreServer, serve_store
@@ -33,6 +35,7 @@ from nereus.runtime.worker import Worker
 P = ParamSpec("P")
 T = TypeVar("T")
 
+ACCELERATOR_PREFIX = "accelerator_type:"
 START_TIMEOUT = timedelta(seconds=120)
 END_TIMEOUT = timedelta(seconds=2)
 """A worker told to end does so within this time, or it is stopped."""
@@ -79,8 +82,21 @@ class RaySettings:
     cores_per_node: int | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where the worker of a device goes. accelerator: a name in the table, in the words of Ray."""
+
+    node_id: str
+    address: str
+    accelerator: Accelerator
+
+    @property
+    def node(self) -> str:
+        return f"{self.address}/{self.node_id[:6]}"
+
+
 class RayPool(Pool):
-    """Workers on a Ray cluster. Device ids are slots; the nodes of those not started yet are where they would go."""
+    """Workers on a Ray cluster. Device ids count the slots of its nodes, node after node."""
 
     def __init__(self, settings: RaySettings) -> None:
         self._settings = settings
@@ -89,6 +105,7 @@ class RayPool(Pool):
         self._nodes: dict[int, str] = {}
         self._processes: dict[int, int] = {}
         self._calls: dict[Future[Any], tuple[int, str]] = {}
+        self._slots: list[_Slot] = []
         self._connected = False
 
     def connect(self) -> None:
@@ -105,7 +122,18 @@ class RayPool(Pool):
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, terminate)  # Ray has put its own there, which ends the process at once
+        self._slots = self._find_slots()
         self._check_slots(self._settings.num_workers)
+
+    def _find_slots(self) -> list[_Slot]:
+        """A slot for every GPU, or processor slot, of every living node."""
+        kind = "GPU" if self._settings.device == "cuda" else "CPU"
+        return [
+            _Slot(node["NodeID"], node["NodeManagerAddress"], _accelerator(node["Resources"], kind))
+            for node in ray.nodes()
+            if node["Alive"]
+            for _ in range(int(node["Resources"].get(kind, 0)))
+        ]
 
     def _init(self) -> None:
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
@@ -123,12 +151,12 @@ class RayPool(Pool):
 
     def _check_slots(self, needed: int) -> None:
         kind = "GPU" if self._settings.device == "cuda" else "CPU"
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        slots = [int(node["Resources"].get(kind, 0)) for node in nodes]
-        if sum(slots) < needed:
-            per_node = ", ".join(f"{n['NodeManagerAddress']}: {count}" for n, count in zip(nodes, slots, strict=True))
+        if len(self._slots) < needed:
+            counts = collections.Counter((slot.node_id, slot.address) for slot in self._slots)
+            per_node = ", ".join(f"{address}: {count}" for (_, address), count in counts.items())
             raise ClusterError(
-                f"cluster.workers: {needed} devices are needed, {sum(slots)} {kind} slots are available ({per_node})"
+                f"cluster.workers: {needed} devices are needed, {len(self._slots)} {kind} slots are available "
+                f"({per_node})"
             )
 
     def check_shared(self, path: Path) -> None:
@@ -153,7 +181,7 @@ class RayPool(Pool):
     def _blind_nodes(self, mark: Path) -> list[str]:
         """Addresses of the nodes on which a file does not exist."""
         seen = ray.remote(num_cpus=0)(_exists)
-        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        strategy = NodeAffinitySchedulingStrategy
         nodes = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}
         answers = ray.get(
             [
@@ -179,7 +207,8 @@ class RayPool(Pool):
             memory_bytes=self._settings.memory_bytes,
         )
         for device in new:
-            self._actors[device] = self._actor_class().remote(device, settings)
+            place = NodeAffinitySchedulingStrategy(self._slots[device].node_id, soft=False)
+            self._actors[device] = self._actor_class().options(scheduling_strategy=place).remote(device, settings)
         try:
             places = ray.get([self._actors[d].ready.remote() for d in new], timeout=START_TIMEOUT.total_seconds())
         except RayError as error:
@@ -225,12 +254,17 @@ class RayPool(Pool):
 
     @property
     def cluster(self) -> Cluster:
-        accelerator = ACCELERATORS["cpu"]
-        memory = self._settings.memory_bytes or accelerator.memory_bytes
+        """Before `connect` all devices are taken to be processor slots of one node."""
+        unknown = _Slot("node0", "", ACCELERATORS["cpu"])
+        slots = self._slots[: self._settings.num_workers] or [unknown] * self._settings.num_workers
+        cap = self._settings.memory_bytes
         devices = tuple(
-            Device(d, self._nodes.get(d, "node0"), accelerator.name, memory) for d in range(self._settings.num_workers)
+            Device(device, slot.node, slot.accelerator.name, cap or slot.accelerator.memory_bytes)
+            for device, slot in enumerate(slots)
         )
-        return Cluster(devices, (accelerator,), self._settings.cores_per_node or os.cpu_count())
+        kinds = {slot.accelerator.name: slot.accelerator for slot in slots}
+        cores = (self._settings.cores_per_node or os.cpu_count()) if "cpu" in kinds else None
+        return Cluster(devices, tuple(kinds.values()), cores)
 
     def close(self) -> None:
         if self._actors:
@@ -239,6 +273,18 @@ class RayPool(Pool):
         if self._connected:
             ray.shutdown()
             self._connected = False
+
+
+def _accelerator(resources: Mapping[str, Any], kind: str) -> Accelerator:
+    """What a node's slots are: Ray names its GPUs by a resource such as `accelerator_type:H100`."""
+    if kind == "CPU":
+        return ACCELERATORS["cpu"]
+    names = [key.removeprefix(ACCELERATOR_PREFIX) for key in resources if key.startswith(ACCELERATOR_PREFIX)]
+    if not names:
+        raise ClusterError(
+            "a node has GPUs of a type Ray does not know; start it with a resource accelerator_type:NAME"
+        )
+    return known_accelerator(names[0])
 
 
 def _exists(path: str) -> bool:
