@@ -39,7 +39,7 @@ class CappedMemory(SharedMemory):
 class CappedWorker(BenchWorker):
     """One device with little memory."""
 
-    def reset(self, limit_bytes: int) -> None:
+    def start_over(self, limit_bytes: int) -> None:
         """Hold nothing, and from now on no more than so many bytes."""
         self.residents = Residents(self.device, torch.device("cpu"))
         self.residents.memory = CappedMemory(limit_bytes)
