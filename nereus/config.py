@@ -246,14 +246,23 @@ class TrainerConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Local workers, or a Ray cluster joined by `address` (`auto`). `memory_gb` is of a device, `cores` of a node."""
+    """Local workers, or a Ray cluster joined by `address` (`auto`). `memory_gb` is of a device, `cores` of a node.
+
+    `host_memory_gb` of a node may hold what a transition has no room for on devices; by default as much as its largest
+    device has. 0: such transitions are refused.
+    """
 
     workers: Count = 4
     memory_gb: Positive | None = None
+    host_memory_gb: NonNegative | None = None
     address: str | None = None
     cores: Count | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     timeout_s: Positive = 60.0
+
+    @property
+    def host_bytes_per_node(self) -> int | None:
+        return None if self.host_memory_gb is None else int(self.host_memory_gb * 1e9)
 
 
 class TransitionConfig(Section):

@@ -63,6 +63,7 @@ class JobShape:
 
     micro_batch, slots: where the engine fixes them (training and forward passes, generation); else the planner chooses.
     worker_start_s: what a transition to devices that have no worker yet takes besides moving state.
+    host_bytes_per_node: host memory for units that a transition stages; None: as `DeviceTable.of` has it.
     """
 
     workflow: Workflow
@@ -79,6 +80,7 @@ class JobShape:
     micro_batch: int | None = None
     slots: int | None = None
     worker_start_s: float = 0.0
+    host_bytes_per_node: int | None = None
 
     @classmethod
     def of(cls, config: RunConfig, specs: Mapping[Role, ModelSpec], cluster: Cluster) -> "JobShape":
@@ -98,6 +100,7 @@ class JobShape:
             micro_batch=config.actor.ppo_micro_batch_size,
             slots=config.rollout.max_num_seqs,
             worker_start_s=WORKER_START_S[config.cluster.device],
+            host_bytes_per_node=config.cluster.host_bytes_per_node,
         )
 
     @classmethod
@@ -143,7 +146,7 @@ class ModelOutlook(Outlook):
         self._settings: dict[Plan, Settings] = {}
         self._clusters: dict[tuple[int, ...], Cluster] = {}
         self._states = job.states()
-        self._table = DeviceTable.of(job.cluster, headroom=job.limits.headroom)
+        self._table = self._device_table({})
 
     def predict(self, plan: Plan, lengths: LengthSummary, *, frozen: bool = False) -> Prediction:
         found = self._price(plan, lengths, self._frozen if frozen else self.calibration)
@@ -177,7 +180,9 @@ class ModelOutlook(Outlook):
         return Assessment(start_s + transition_seconds(dag, rates), feasible=True)
 
     def learn(self, plan: Plan, signals: Signals) -> None:
-        """Learn from the seconds of operation classes where they were measured, and of every model-stage."""
+        """Learn from the seconds of operation classes where they were measured, and of every model-stage; and what
+        memory engines hold."""
+        self._table = self._device_table(signals.engine_bytes)
         priced = self._price(plan, signals.lengths, self.calibration)
         accelerator = self._slowest(plan.devices)
         plain = self.calibration.lines(accelerator)
@@ -218,6 +223,16 @@ class ModelOutlook(Outlook):
         share = crowding if ON_DEVICE[column] else 1.0
         self.calibration.observe_total(
             [(key, work, count)], seconds / share, accelerator=accelerator, noise=OPERATION_NOISE
+        )
+
+    def _device_table(self, engine_bytes: Mapping[int, int]) -> DeviceTable:
+        """What devices have for a transition, as the runtime has it too. engine_bytes: by device, not to be had."""
+        job = self.job
+        return DeviceTable.of(
+            job.cluster,
+            headroom=job.limits.headroom,
+            reserved_bytes=engine_bytes,
+            host_bytes_per_node=job.host_bytes_per_node,
         )
 
     def _price(self, plan: Plan, lengths: LengthSummary, calibration: Calibration) -> PlanPrice:

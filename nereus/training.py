@@ -120,7 +120,7 @@ def run_training(config: RunConfig, view: View) -> TrainResult:
             pool.check_shared(path)
         outlook = job_outlook(config, job, pool.cluster)
         plan = config.initial_plan or first_plan(outlook, supply)
-        runtime = LiveRuntime(pool, job.setup, plan)
+        runtime = LiveRuntime(pool, job.setup, plan, on_operation=lambda end: progress(str(end), end.done, end.total))
         view.phase(f"starting {len(plan.devices)} workers")
         runtime.start()
         recorder = _Recorder(folder, view, config.trainer.steps)

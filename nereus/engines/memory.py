@@ -60,6 +60,12 @@ class MemoryGauge:
             return torch.cuda.max_memory_allocated(self._device)
         return max(0, heap_bytes() - self._idle_bytes) + self._shared_bytes()
 
+    def beside_state(self) -> int:
+        """Bytes held now that are no unit's state: gradients, key-value caches, models' buffers."""
+        if self._device.type == "cuda":
+            return max(0, torch.cuda.memory_allocated(self._device) - self._shared_bytes())
+        return max(0, heap_bytes() - self._idle_bytes)
+
     def sample(self) -> None:
         """Note what is held now; raises DeviceMemoryError where it passes the limit."""
         held = self.current()

@@ -46,6 +46,7 @@ class Signals:
     """One step as the monitor sees it.
 
     step_s: measured. task_s: by model-stage. operations: {class: (work, seconds)}. peak_bytes: by device.
+    engine_bytes: by device, held beside the state when the step has ended.
     """
 
     step: int
@@ -54,6 +55,7 @@ class Signals:
     task_s: Mapping[ModelStage, float] = dataclasses.field(default_factory=dict)
     operations: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     peak_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    engine_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def operation_s(self) -> dict[str, float]:
@@ -77,6 +79,7 @@ class Signals:
             task_s=dict(report.task_s),
             operations={name: (work, seconds) for name, (work, seconds) in report.operations.items()},
             peak_bytes=dict(report.peak_bytes),
+            engine_bytes=dict(report.engine_bytes),
         )
 
     @classmethod
@@ -91,6 +94,7 @@ class Signals:
                 task_s={ModelStage.parse(name): seconds for name, seconds in line["tasks"].items()},
                 operations={name: (row["work"], row["seconds"]) for name, row in line["operations"].items()},
                 peak_bytes={int(device): peak for device, peak in line["peak_bytes"].items()},
+                engine_bytes={int(device): held for device, held in line.get("engine_bytes", {}).items()},
             )
         except KeyError as error:
             raise DataError(f"the event of step {line.get('step', '?')} lacks {error}") from None

@@ -83,6 +83,7 @@ class StepEnd(Event):
             "sync_s": report.sync_s,
             "sync_bytes": report.sync_bytes,
             "peak_bytes": {str(device): peak for device, peak in report.peak_bytes.items()},
+            "engine_bytes": {str(device): held for device, held in report.engine_bytes.items()},
             "lengths": _lengths(report.metrics),
         }
 

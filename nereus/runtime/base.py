@@ -30,7 +30,8 @@ class StepReport:
     """What one RL step did.
 
     metrics: verl's names; task_s: seconds of each model-stage; sync_s and sync_bytes: weight synchronization.
-    operations: {class: (work, seconds)} as observed; peak_bytes: by device.
+    operations: {class: (work, seconds)} as observed; peak_bytes: by device; engine_bytes: by device, what engines hold
+    beside the state when the step has ended.
     """
 
     step: int
@@ -42,6 +43,7 @@ class StepReport:
     sync_bytes: int = 0
     operations: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     peak_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    engine_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from nereus.runtime.schedule import run_tasks
 from nereus.runtime.worker import RoleSetup, Worker
 from nereus.transition.cost import DeviceTable, Rates, StageState
 from nereus.transition.dag import build_dag
-from nereus.transition.executor import Execution, run_move
+from nereus.transition.executor import Execution, OperationEnd, run_move
 from nereus.transition.orders import MoveOrder, StageKinds
 from nereus.transition.primitives import Infeasible, TransitionDag
 from nereus.transition.reshard import Holding
@@ -57,6 +57,7 @@ class JobSetup:
     """Everything a job is besides its plan and its workers.
 
     batch: prompts a step; timeout: how long any call of the driver may take; checkpoints: where saved state goes.
+    host_bytes_per_node: host memory for units that a transition stages; None: as `DeviceTable.of` has it.
     """
 
     workflow: Workflow
@@ -71,6 +72,7 @@ class JobSetup:
     seed: int
     timeout: timedelta
     checkpoints: Path
+    host_bytes_per_node: int | None = None
 
 
 class LiveStages(Stages):
@@ -156,7 +158,12 @@ class LiveRuntime(Runtime):
     A generation's number is never used twice, not even after an abort: groups are named after it.
     """
 
-    def __init__(self, pool: Pool, setup: JobSetup, plan: Plan) -> None:
+    def __init__(
+        self, pool: Pool, setup: JobSetup, plan: Plan, *, on_operation: Callable[[OperationEnd], None] | None = None
+    ) -> None:
+        """on_operation: told of every operation of a transition as it ends."""
+        self._on_operation = on_operation
+        self._engine_bytes: Mapping[int, int] = {}
         self._pool, self._setup = pool, setup
         self._checkpoints = CheckpointStore(setup.checkpoints)
         self._stages = LiveStages(pool, setup)
@@ -214,6 +221,7 @@ class LiveRuntime(Runtime):
         sync_s, sync_bytes = self._synchronize()
         step_s = time.perf_counter() - started
         num_tokens = metrics["response_length/mean"] + metrics["prompt_length/mean"]
+        self._engine_bytes = self._on(self.plan.devices, Worker.engine_bytes)
         samples = self._setup.batch * self._setup.algorithm.sampling.num_responses
         metrics |= {
             "timing_s/gen": task_s[ACTOR_GENERATION],
@@ -232,6 +240,7 @@ class LiveRuntime(Runtime):
             sync_bytes=sync_bytes,
             operations=self._operations(),
             peak_bytes=self._on(self.plan.devices, Worker.peak_bytes),
+            engine_bytes=self._engine_bytes,
         )
 
     def _operations(self) -> dict[str, tuple[float, float]]:
@@ -262,6 +271,8 @@ class LiveRuntime(Runtime):
             generation=generation,
             current_generation=self._stages.generation,
             node_of=self._node_of,
+            table=self._device_table,
+            on_operation=self._on_operation,
         )
         try:
             self._pool.start(started)
@@ -274,9 +285,15 @@ class LiveRuntime(Runtime):
 
     def transition_dag(self, target: Plan) -> TransitionDag | Infeasible:
         """The operations that would move the job to `target`."""
-        cluster = self.cluster
         states = {m: StageState(k.spec, k.element_bytes) for m, k in self._state_kinds.items()}
-        return build_dag(self.plan, target, states=states, table=DeviceTable.of(cluster), rates=Rates.of(cluster))
+        return build_dag(self.plan, target, states=states, table=self._device_table, rates=Rates.of(self.cluster))
+
+    @property
+    def _device_table(self) -> DeviceTable:
+        """What devices have for a transition: less what engines held beside the state when the last step ended."""
+        return DeviceTable.of(
+            self.cluster, reserved_bytes=self._engine_bytes, host_bytes_per_node=self._setup.host_bytes_per_node
+        )
 
     def _commit(self, target: Plan, generation: int) -> None:
         """The commit point: calls made from here on go to the new generation."""

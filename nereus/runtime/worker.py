@@ -223,6 +223,10 @@ class Worker:
         """Most memory held since the last call, as sampled."""
         return self._gauge.drain()
 
+    def engine_bytes(self) -> int:
+        """Memory that engines hold now beside the state."""
+        return self._gauge.beside_state()
+
     @property
     def seats(self) -> tuple[tuple[int, ModelStage], ...]:
         """(generation, model-stage) of every seat, in the order they were taken."""

@@ -68,16 +68,24 @@ class DeviceTable:
         *,
         headroom: float = HEADROOM,
         reserved_bytes: Mapping[int, int] | None = None,
-        host_bytes_per_node: int = 0,
+        host_bytes_per_node: int | None = 0,
     ) -> "DeviceTable":
-        """The table of a cluster; `reserved_bytes`: per device id, what is in use and is no unit's state."""
+        """The table of a cluster.
+
+        reserved_bytes: per device id, what is in use and is no unit's state.
+        host_bytes_per_node: what staged units may take; None for as much as the largest device of a node has, which
+            is enough to exchange what any two devices hold.
+        """
         size = max(cluster.device_ids) + 1
         node, limit = np.full(size, -1), np.zeros(size, dtype=np.int64)
+        host = np.zeros(len(cluster.nodes), dtype=np.int64)
         for index, devices in enumerate(cluster.nodes.values()):
+            largest = max(device.memory_bytes for device in devices)
+            host[index] = largest if host_bytes_per_node is None else host_bytes_per_node
             for device in devices:
                 node[device.id] = index
                 limit[device.id] = int(device.memory_bytes * (1 - headroom)) - (reserved_bytes or {}).get(device.id, 0)
-        return cls(node, limit, np.full(len(cluster.nodes), host_bytes_per_node))
+        return cls(node, limit, host)
 
     @property
     def size(self) -> int:

@@ -27,7 +27,7 @@ from nereus.engines.state import Counters
 from nereus.errors import NereusError, TransitionAborted
 from nereus.plan import ModelStage, Plan
 from nereus.runtime.base import TransitionReport
-from nereus.transition.cost import DeviceTable
+from nereus.transition.cost import DeviceTable, readable_bytes
 from nereus.transition.ledger import Keys, Ledger, built_by, freed_by
 from nereus.transition.orders import (
     BUCKET_BYTES,
@@ -159,6 +159,9 @@ class OperationEnd:
     bytes_moved: int
     done: int
     total: int
+
+    def __str__(self) -> str:
+        return f"moving: {self.name} took {self.seconds:.2f} s, {readable_bytes(self.bytes_moved)}"
 
 
 HOST = (Primitive.OFFLOAD, Primitive.RELOAD)
