@@ -128,11 +128,11 @@ class Residents:
         begun = time.monotonic()
         source = self._flats(order, order.source)
         target = self._flats(order, order.target)
-        shared = self._move_within_node(order, exports, source, target)
         peak, through_group = 0, 0
         if order.group is not None:
             peak = self._move_between_nodes(order, source, target, store=store, timeout=timeout)
             through_group = sum(m.numel for m in order.moves.incoming if not m.same_node)
+        shared = self._move_within_node(order, exports, source, target)
         if order.target is not None and not order.keeps_buffer:
             self._held(order, order.target).counters = counters
             self._unfilled.discard(order.target)
@@ -162,18 +162,25 @@ class Residents:
 
     def release(self, keys: Iterable[BufferKey]) -> None:
         """Free buffers; those that are not there are left out. A generation that names one finds it when refilled."""
+        self._detach()
         for key in keys:
             self._drop(key)
 
     def free(self, generation: int) -> None:
         """Forget a generation with its kept groups, and free every buffer that no other generation names, staged ones
         included."""
+        self._detach()
         self._generations.pop(generation, None)
         named = {key for stages in self._generations.values() for key in stages.values()}
         for key in [key for key in self._buffers if key not in named]:
             self._drop(key)
         for name in [name for name in self._groups if name.startswith(f"move/g{generation}/")]:
             self._groups.pop(name).close()
+
+    def _detach(self) -> None:
+        """Let go of peers' memory that repeated moves kept mapped; else it would outlive its buffer's release."""
+        for memory in (self.memory, self.host_memory):
+            memory.detach()
 
     def _drop(self, key: BufferKey) -> None:
         """Free a buffer. Its tensors go now, even where an engine still holds the UnitState."""

@@ -1,12 +1,13 @@
 """Carries the runs of a plan between flat buffers: in place within a node, through a group between nodes.
 
     same node    receiver maps the sender's buffer and copies each run once
-    other node   sender packs lots of at most a bucket --> group --> receiver unpacks; a contiguous lot is neither
-                 packed nor unpacked
+    other node   sender packs lots of at most a bucket --> group --> receiver unpacks; a lot that is contiguous on a
+                 side is neither packed nor unpacked there
 
-Every rank posts its sends and receives in the one global order of the plan and has at most `WINDOW` of them in flight,
-so whichever is first in that order always has both ends posted, and staging memory stays below WINDOW buckets. Ranks
-agree on a fingerprint before anything is sent.
+Every rank posts its sends and receives in the one global order of the plan: the first lot of every move, then the
+second of every move, so that all pairs are busy at once. It waits for its oldest lot only when `WINDOW` buckets are
+staged, so whichever lot is first in the order always has both ends posted, and staging memory stays below WINDOW
+buckets. Ranks agree on a fingerprint before anything is sent.
 """
 
 import collections
@@ -24,9 +25,9 @@ from nereus.transition.reshard import Move, Run, buckets
 from nereus.transition.verify import Side, strided
 
 WINDOW = 8
-"""Lots a rank has in flight at once."""
+"""Buckets a rank has staged at once; lots sent from where they lie are not counted."""
 
-DIRECT_BYTES = 128 << 10
+DIRECT_BYTES = 512 << 10
 """A run of at least so many bytes that is contiguous on both ends is a lot of its own and is never staged."""
 
 Flats = Mapping[StateKind, torch.Tensor]
