@@ -22,7 +22,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from reshard_dcp import checkpoint_and_restart, checkpoint_in_place
+from reshard_dcp import CheckpointInPlace, checkpoint_and_restart
 from reshard_workers import ProcessMovers, shard_requests
 
 from nereus.engines.state import Counters, StateKind
@@ -39,6 +39,7 @@ CASES = {
     "tp 4 x pp 1 -> tp 2 x pp 2": ("d1t4p1@0-3", "d1t2p2@0-3"),
     "pp 1 -> pp 4": ("d1t1p1@0", "d1t1p4@0-3"),
 }
+NUM_DEVICES = 4
 EXTENDS = ("dp 1 -> 2", "dp 2 -> 4")
 KINDS = tuple((kind, torch.float32) for kind in (StateKind.PARAM, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ))
 
@@ -75,20 +76,32 @@ class Row:
 
 
 class CaseRun:
-    """The processes, buffers and orders of one case."""
+    """The buffers and orders of one case, in processes that serve every case."""
 
-    def __init__(self, name: str, states: dict[ModelStage, StageKinds], source: StagePlan, target: StagePlan) -> None:
-        self.name, self.states, self.source, self.target = name, states, source, target
-        self.movers = ProcessMovers(max(*source.devices, *target.devices) + 1)
+    def __init__(
+        self,
+        name: str,
+        states: dict[ModelStage, StageKinds],
+        source: StagePlan,
+        target: StagePlan,
+        *,
+        movers: ProcessMovers,
+    ) -> None:
+        self.name, self.states, self.source, self.target, self.movers = name, states, source, target, movers
         for stage, state in states.items():
             ranks = dict(Holding.of(source).ranks)
             self.movers.each("allocate", {d: (0, stage, state, source.layout, r) for d, r in ranks.items()})
 
+    def reset(self) -> None:
+        """Free everything, groups included."""
+        self.movers.each("reset", dict.fromkeys(self.movers.pipes, ()))
+
     def orders(self, *, across: bool) -> list[MoveOrder]:
+        source, target, node_of = Holding.of(self.source), Holding.of(self.target), str if across else None
         return [
             MoveOrder.plan(
-                f"{stage}/{across}", state, stage, Holding.of(self.source), stage, Holding.of(self.target),
-                node_of=str if across else None, keeps_group=across,
+                f"g0/{self.name}/{stage}/{across}", state, stage, source, stage, target,
+                node_of=node_of, keeps_group=across,
             )
             for stage, state in self.states.items()
         ]  # fmt: skip
@@ -109,13 +122,11 @@ class CaseRun:
 
     def peak_extra(self, prepared: list[tuple[dict[int, DeviceOrder], dict[int, Export]]]) -> int:
         """Most bytes by which private memory of a process grows during a move."""
-        return max(
-            growth
-            for parts, exports in prepared
-            for growth in self.movers.each(
-                "move_watched", {d: (order, exports, Counters(1, 1)) for d, order in parts.items()}
-            ).values()
-        )
+        growths: list[int] = []
+        for parts, exports in prepared:
+            arguments = {device: (order, exports, Counters(1, 1)) for device, order in parts.items()}
+            growths += self.movers.each("move_watched", arguments).values()
+        return max(growths)
 
     def check(self) -> None:
         for stage in self.states:
@@ -180,21 +191,19 @@ class CaseRun:
         return statistics.median(ours), statistics.median(raw), self.peak_extra(prepared)
 
 
-def run_case(name: str, *, quick: bool) -> Row:
+def run_case(name: str, *, quick: bool, movers: ProcessMovers, in_place: CheckpointInPlace) -> Row:
     """Every measurement of one case."""
     actor = model(quick=quick)
     states = {ACTOR_TRAINING: StageKinds(actor, KINDS), CRITIC_TRAINING: StageKinds(actor.with_head(Head.SCORE), KINDS)}
     source, target = (parse_stage_plan(text) for text in CASES[name])
     repetitions, restarts = (3, 1) if quick else (9, 3)
-    case = CaseRun(name, states, source, target)
-    try:
-        row = _measure(case, repetitions)
-    finally:
-        case.movers.close()
-    in_place = [checkpoint_in_place(states, source, target) for _ in range(restarts)]
-    restart = [checkpoint_and_restart(states, source, target) for _ in range(restarts)]
+    case = CaseRun(name, states, source, target, movers=movers)
+    row = _measure(case, repetitions)
+    case.reset()
     return dataclasses.replace(
-        row, checkpoint_s=statistics.median(in_place), checkpoint_restart_s=statistics.median(restart)
+        row,
+        checkpoint_s=statistics.median(in_place.seconds(states, source, target) for _ in range(restarts)),
+        checkpoint_restart_s=statistics.median(checkpoint_and_restart(states, source, target) for _ in range(restarts)),
     )
 
 
@@ -219,8 +228,10 @@ def _measure(case: CaseRun, repetitions: int) -> Row:
     shard_level = statistics.median(case.shard_level() for _ in range(1 if repetitions < 9 else 3))
     case.check()
     case.movers.each("drop_scratch", dict.fromkeys(case.movers.pipes, ()))
-    released = {d: tuple(p[d].target for p, _ in prepared if p[d].target is not None and not p[d].keeps_buffer)
-                for d in prepared[0][0]}  # fmt: skip
+    released = {
+        device: tuple(key for p, _ in prepared if (key := p[device].target) is not None and not p[device].keeps_buffer)
+        for device in prepared[0][0]
+    }
     case.movers.release({device: keys for device, keys in released.items() if keys})
     across_s, send_s, across_peak = case.across_nodes(repetitions)
     lower = sum(
@@ -267,7 +278,12 @@ def print_table(rows: list[Row]) -> None:
 def run(quick: bool = False) -> dict[str, Any]:
     """Measure every case (two in the quick form), print the table, return what `--json` writes."""
     names = ["dp 1 -> 2", "tp 2 -> 4"] if quick else list(CASES)
-    rows = [run_case(name, quick=quick) for name in names]
+    movers, in_place = ProcessMovers(NUM_DEVICES), CheckpointInPlace(NUM_DEVICES)
+    try:
+        rows = [run_case(name, quick=quick, movers=movers, in_place=in_place) for name in names]
+    finally:
+        movers.close()
+        in_place.close()
     print_table(rows)
     actor = model(quick=quick)
     return {

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from reshard_workers import PRELOADED, values
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -49,8 +50,9 @@ def tensors(side: Side, rank: int, *, filled: bool) -> dict[str, DTensor]:
     for stage, state in side.states.items():
         for shard in shards(state.spec, layout, position[1]):
             placement = Replicate() if shard.param.dim is None else Shard(shard.param.dim)
+            known = values(shard.param, shard.box, torch.float32) if filled else torch.empty(0)
             for kind, dtype in state.kinds:
-                local = values(shard.param, shard.box, dtype) if filled else torch.ones(shard.box.shape, dtype=dtype)
+                local = known.to(dtype, copy=True) if filled else torch.ones(shard.box.shape, dtype=dtype)
                 found[f"{stage}/{kind}/{shard.param.name}"] = DTensor.from_local(
                     local, mesh, (Replicate(), placement), run_check=False,
                     shape=torch.Size(shard.param.shape), stride=torch.empty(shard.param.shape, device="meta").stride(),
@@ -71,32 +73,32 @@ def check(side: Side, rank: int, loaded: dict[str, DTensor]) -> bool:
     )
 
 
-def rank_main(pipe: Connection, rank: int, world: int, meeting: str, saves: Side | None, loads: Side | None) -> None:
-    """Join, build what is to be saved, then save and load when told."""
+def rank_main(pipe: Connection, rank: int, world: int, meeting: str) -> None:
+    """Join, then build, save, load and check as told."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-    saved = tensors(saves, rank, filled=True) if saves else {}
-    pipe.send("ready")
-    folder = pipe.recv()
-    if saves:
-        dcp.save(saved, checkpoint_id=folder)
-        pipe.send("saved")
-    if loads:
-        loaded = tensors(loads, rank, filled=False)
-        dcp.load(loaded, checkpoint_id=folder)
-        pipe.send("loaded")
-        pipe.send(check(loads, rank, loaded))
-    pipe.recv()
+    pipe.send("joined")
+    held: dict[str, DTensor] = {}
+    while (request := pipe.recv()) != "end":
+        what, argument = request
+        if what == "build":
+            side, filled = argument
+            held = tensors(side, rank, filled=filled)
+        elif what == "save":
+            save(held, checkpoint_id=argument)
+        elif what == "load":
+            load(held, checkpoint_id=argument)
+        elif not check(argument, rank, held):
+            raise ValueError(f"rank {rank} loaded wrong values")
+        pipe.send(what)
     dist.destroy_process_group()
 
 
 class World:
     """Processes of one torch.distributed world."""
 
-    def __init__(
-        self, world: int, folder: str, *, saves: Side | None, loads: Side | None, restarted: bool = False
-    ) -> None:
+    def __init__(self, world: int, folder: str, *, restarted: bool = False) -> None:
         """restarted: the processes start from nothing, as a restart does, rather than from one that has torch."""
         context: Any = multiprocessing.get_context("spawn" if restarted else "forkserver")
         if not restarted:
@@ -106,25 +108,29 @@ class World:
         self.processes: list[Any] = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=rank_main, args=(theirs, rank, world, meeting, saves, loads), daemon=True)
+            process = context.Process(target=rank_main, args=(theirs, rank, world, meeting), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def tell(self, message: str) -> None:
-        for pipe in self.pipes:
-            pipe.send(message)
+        self._hear()
 
-    def hear(self, timeout_s: float = 240) -> list[Any]:
-        """One message of every rank."""
+    def do(self, what: str, argument: object) -> None:
+        """Every rank builds (a side, filled or not), saves, loads (a folder) or checks (a side)."""
+        for pipe in self.pipes:
+            pipe.send((what, argument))
+        self._hear()
+
+    def _hear(self, timeout_s: float = 240) -> None:
         for pipe in self.pipes:
             if not pipe.poll(timeout_s):
                 raise TimeoutError("a rank of the checkpoint baseline did not answer")
-        return [pipe.recv() for pipe in self.pipes]
+            pipe.recv()
 
     def end(self) -> None:
-        self.tell("end")
+        for pipe in self.pipes:
+            pipe.send("end")
         for process in self.processes:
             process.join()
 
@@ -132,34 +138,42 @@ class World:
 def checkpoint_and_restart(states: States, source: StagePlan, target: StagePlan) -> float:
     """Seconds to save, end the processes, start new ones and load under the new layout."""
     with tempfile.TemporaryDirectory() as folder:
-        old = World(len(source.devices), folder, saves=Side(states, source), loads=None)
-        old.hear()
+        saves, loads, checkpoint = Side(states, source), Side(states, target), str(Path(folder) / "checkpoint")
+        old = World(len(source.devices), folder)
+        old.do("build", (saves, True))
         begun = time.perf_counter()
-        old.tell(str(Path(folder) / "checkpoint"))
-        old.hear()
+        old.do("save", checkpoint)
         old.end()
-        new = World(len(target.devices), folder, saves=None, loads=Side(states, target), restarted=True)
-        new.hear()
-        new.tell(str(Path(folder) / "checkpoint"))
-        new.hear()
+        new = World(len(target.devices), folder, restarted=True)
+        new.do("build", (loads, False))
+        new.do("load", checkpoint)
         seconds = time.perf_counter() - begun
-        assert all(new.hear()), "the checkpoint baseline loaded wrong values"
+        new.do("check", loads)
         new.end()
     return seconds
 
 
-def checkpoint_in_place(states: States, source: StagePlan, target: StagePlan) -> float:
-    """Seconds to save and load under the new layout with processes that stay."""
-    with tempfile.TemporaryDirectory() as folder:
-        world = World(
-            max(*source.devices, *target.devices) + 1, folder, saves=Side(states, source), loads=Side(states, target)
-        )
-        world.hear()
-        begun = time.perf_counter()
-        world.tell(str(Path(folder) / "checkpoint"))
-        world.hear()
-        world.hear()
-        seconds = time.perf_counter() - begun
-        assert all(world.hear()), "the checkpoint baseline loaded wrong values"
-        world.end()
-    return seconds
+class CheckpointInPlace:
+    """Saves under one layout and loads under another with processes that stay, for every case the same."""
+
+    def __init__(self, world: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._world = World(world, self._folder.name)
+
+    def seconds(self, states: States, source: StagePlan, target: StagePlan) -> float:
+        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
+            self._world.do("build", (Side(states, source), True))
+            begun = time.perf_counter()
+            self._world.do("save", folder)
+            saved_s = time.perf_counter() - begun
+            self._world.do("build", (Side(states, target), False))
+            begun = time.perf_counter()
+            self._world.do("load", folder)
+            loaded_s = time.perf_counter() - begun
+            self._world.do("check", Side(states, target))
+        self._world.do("build", (Side({}, target), False))
+        return saved_s + loaded_s
+
+    def close(self) -> None:
+        self._world.end()
+        self._folder.cleanup()

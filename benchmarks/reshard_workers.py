@@ -53,23 +53,25 @@ def values(param: Param, box: Box, dtype: torch.dtype) -> torch.Tensor:
     """Known contents of a box: the element's place in its tensor, so that a misplaced element shows."""
     columns = param.shape[-1]
     rows = torch.arange(box.start[0], box.stop[0]) if len(param.shape) == 2 else torch.zeros(1, dtype=torch.int64)
-    place = rows[:, None] * columns + torch.arange(box.start[-1], box.stop[-1])[None, :]
-    return (place % 8191).to(dtype).reshape(box.shape)
+    place = (rows * columns % 8191)[:, None] + (torch.arange(box.start[-1], box.stop[-1]) % 8191)[None, :]
+    return place.to(dtype).reshape(box.shape)
 
 
 def fill(state: UnitState) -> None:
     """Write the known contents of every kind of state."""
     for shard in state.shards:
-        for kind, flat in state.flats.items():
-            state.view(shard.param.name, kind).copy_(values(shard.param, shard.box, flat.dtype))
+        known = values(shard.param, shard.box, torch.float32)
+        for kind in state.flats:
+            state.view(shard.param.name, kind).copy_(known)
 
 
 def holds_values(state: UnitState) -> bool:
-    return all(
-        torch.equal(state.view(shard.param.name, kind), values(shard.param, shard.box, flat.dtype))
-        for shard in state.shards
-        for kind, flat in state.flats.items()
-    )
+    for shard in state.shards:
+        known = values(shard.param, shard.box, torch.float32)
+        for kind, flat in state.flats.items():
+            if not torch.equal(state.view(shard.param.name, kind), known.to(flat.dtype)):
+                return False
+    return True
 
 
 def shard_requests(
@@ -214,6 +216,11 @@ class BenchWorker:
         if name not in self._scratch or self._scratch[name].numel() != nbytes:
             self._scratch[name] = torch.ones(nbytes, dtype=torch.uint8)
         return self._scratch[name]
+
+    def reset(self) -> None:
+        """Back to a worker that holds nothing."""
+        self.residents.free(0)
+        self._scratch.clear()
 
     def drop_scratch(self) -> None:
         self._scratch.clear()
