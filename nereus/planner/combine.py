@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from nereus.plan import ModelStage, Stage
 from nereus.planner.bounds import Bounds, Options
-from nereus.planner.candidates import Candidate, Candidates, Floats, Ints
+from nereus.planner.candidates import Candidate, Candidates, Floats
+from nereus.planner.frontier import Frontier
 from nereus.planner.placement import Block, Line, place
 from nereus.planner.syncs import Pair, SyncPrice, SyncTable
 
@@ -83,63 +84,6 @@ class _Part:
     @property
     def sync_seconds(self) -> float:
         return sum(self.sync.values())
-
-
-class _Frontier:
-    """The candidates of one model-stage already tried below one partial choice; what they dominate need not be.
-
-    Dominated: no better in the step's waves so far, synchronization, devices, active and idle bytes, with groups that
-    fit wherever the other's do. Where synchronization is still to come (`is_source`), only within one shape.
-    """
-
-    def __init__(self, table: Candidates, floors: Floats, sync: Floats | None, *, is_source: bool) -> None:
-        self.table, self.floors, self.is_source = table, floors, is_source
-        self.sync = np.zeros(len(table)) if sync is None else sync
-        self.devices = table.num_devices
-        self.tried: dict[bool, list[int]] = {False: [], True: []}
-
-    def needless(self, hopeful: Mask, carefree: Mask) -> Ints:
-        """Rows that another dominates where memory is out of the question.
-
-        Of the rows of one region and grain (and, where synchronization differs, one number of devices), in the order
-        of their seconds, only those are kept that beat all before them in devices (or in synchronization).
-        """
-        rows = np.flatnonzero(hopeful & carefree)
-        if len(rows) < 2:
-            return rows[:0]
-        varying = (self.floors[rows] != self.floors[rows[0]]).any(axis=0)
-        if varying.sum() > 1:
-            return rows[:0]
-        kinds = [self.table.region[rows], self.table.grain[rows]]
-        values = self.devices[rows].astype(np.float64)
-        if self.is_source:
-            kinds = [self.table.region[rows], self.table.shape_keys[rows]]
-        elif self.sync.any():
-            kinds, values = [*kinds, self.devices[rows]], self.sync[rows]
-        order = np.lexsort((values, self.floors[rows].sum(axis=1), *kinds))
-        changes = np.any([kind[order][1:] != kind[order][:-1] for kind in kinds], axis=0)
-        group = np.concatenate([[0], np.cumsum(changes)])
-        # one running minimum serves all groups: each lies below all groups before it
-        lowered = values[order] - group * (2.0 * float(values.max()) + 1.0)
-        lowest = np.minimum.accumulate(lowered)
-        return rows[order[1:][lowered[1:] >= lowest[:-1]]]
-
-    def dominates(self, row: int, together: bool) -> bool:
-        """Whether an earlier candidate makes this one needless; remembers it where not."""
-        rows, table = np.array(self.tried[together], dtype=np.int64), self.table
-        active, idle = (table.shared_active, table.shared_idle) if together else (table.active, table.idle)
-        worse = (active[rows] <= active[row]) & (idle[rows] <= idle[row]) & (table.region[rows] == table.region[row])
-        worse &= (self.floors[rows] <= self.floors[row]).all(axis=1)
-        if together or self.is_source:
-            for column in (table.tp, table.pp, table.dp, table.grain):
-                worse &= column[rows] == column[row]
-        else:
-            worse &= (self.devices[rows] <= self.devices[row]) & (table.grain[row] % table.grain[rows] == 0)
-            worse &= self.sync[rows] <= self.sync[row]
-        if worse.any():
-            return True
-        self.tried[together].append(row)
-        return False
 
 
 class Combiner:
@@ -240,7 +184,7 @@ class Combiner:
             bounds[~self._fits_beside(part, model_stage, 0)] = math.inf
         bounds += self._sync_to_come(model_stage, part, floors, bounds < self.best_seconds)
         alone, glued, pair = self._sync_bounds(model_stage, part)
-        frontier = _Frontier(table, floors, alone, is_source=any(model_stage == source for source, _ in self.syncs))
+        frontier = Frontier(table, floors, alone, is_source=any(model_stage == source for source, _ in self.syncs))
         apart = bounds if alone is None else bounds + alone
         apart[frontier.needless(apart < self.best_seconds, self._carefree(part, table))] = math.inf
         entries = [(apart, False)]
@@ -328,7 +272,9 @@ class Combiner:
                     added = seconds.sum(axis=1) - seconds.min(axis=0).sum()
                 else:
                     added = self._lift(pair[1], part, floors[hopeful].max(axis=0))
-                total = total + self.prices.least_from(pair, added)
+                least_s = float(floors[hopeful].sum(axis=1).min()) + part.sync_seconds
+                added[added >= self.best_seconds - least_s] = math.inf
+                total = total + self.prices.least_from(pair, hopeful, added)
         return total
 
     def _lift(self, m: ModelStage, part: _Part, floor: Floats) -> Floats:
@@ -341,6 +287,7 @@ class Combiner:
 
         possible: the candidates that are left, of each. Pairs whose tasks meet in a wave are not added up.
         """
+        slack_s = self.best_seconds - float(part.floor.sum()) - part.sync_seconds
         total, largest, taken = 0.0, 0.0, np.zeros(self.bounds.num_waves, dtype=np.int64)
         for pair in self.prices.pairs:
             source, target = pair
@@ -348,15 +295,17 @@ class Combiner:
                 continue
             if source in part.rows:
                 added = np.maximum(self.tables[target].seconds - part.floor, 0.0).sum(axis=1)
-                added[~possible[target]] = math.inf
-                least = self.prices.least_at(pair, part.rows[source], added)
+                added[~possible[target] | (added >= slack_s)] = math.inf
+                chosen = np.arange(len(self.tables[source])) == part.rows[source]
+                least = float(self.prices.least_from(pair, chosen, added)[part.rows[source]])
                 taken += self._tasks[target]
             elif (self._tasks[source] & self._tasks[target]).any():
                 continue
             else:
                 added, before = self._lift(target, part, part.floor), self._lift(source, part, part.floor)
-                added[~possible[target]], before[~possible[source]] = math.inf, math.inf
-                least = float((before + self.prices.least_from(pair, added)).min())
+                added[~possible[target] | (added >= slack_s)] = math.inf
+                among = possible[source] & (before < slack_s)
+                least = float((before + self.prices.least_from(pair, among, added))[among].min(initial=math.inf))
                 taken += self._tasks[source] | self._tasks[target]
             total, largest = total + least, max(largest, least)
         return total if taken.max() <= 1 else largest

@@ -159,7 +159,7 @@ class CostModel:
             / (device.memory_bytes_per_s * PRIORS[Op.DECODE_GEMM].efficiency),
             max(1, self.devices_per_node // layout.num_ranks),
         )  # fmt: skip
-        lines = self._lines(accelerator, active_workers_on_node)
+        lines = self.lines(accelerator, active_workers_on_node)
         costs: dict[str, TaskCost] = {}
         for task in tasks:
             if task.model_stage == model_stage:
@@ -191,10 +191,10 @@ class CostModel:
         link = Link.INTRA_NODE if same_node else Link.INTER_NODE
         bill.add(Op.POINT_TO_POINT, max(received, sent), pieces, link)
         bill.add(Op.LAUNCH, 0, 1)
-        lines = self._lines(accelerator or self.cluster.accelerators[0].name, None)
+        lines = self.lines(accelerator or self.cluster.accelerators[0].name, None)
         return float((bill.counts * lines).sum())
 
-    def _lines(self, accelerator: str, active_workers: int | None) -> Counts:
+    def lines(self, accelerator: str, active_workers: int | None) -> Counts:
         """Seconds per work and per call; computing takes longer where workers share the cores of their node."""
         lines, cores = self.calibration.lines(accelerator), self.cluster.cores_per_node
         if not cores or not active_workers or active_workers <= cores:
@@ -237,14 +237,14 @@ def _micro_batches(at: _Setting, samples: float) -> tuple[int, Tokens]:
     work, unit_samples = at.workload, max(1, -(-int(samples) // at.dp))
     count = -(-unit_samples // at.micro_batch)
     each = unit_samples / count
-    response = _slowest_mean(work, unit_samples, at.dp)
+    response = slowest_mean(work, unit_samples, at.dp)
     length = work.prompt_tokens + response
     spread = work.response.mean_square - work.response.mean**2
     pairs = causal_pairs(length, at.shape.window) + (0.0 if at.shape.window else spread / 2)
     return count, Tokens(each * length, each * pairs, each * response)
 
 
-def _slowest_mean(work: Workload, unit_samples: int, dp: int) -> float:
+def slowest_mean(work: Workload, unit_samples: int, dp: int) -> float:
     """Expected largest mean response length among `dp` units of random samples (normal order statistic, Blom 1958)."""
     mean = work.response.mean
     if dp == 1:
@@ -255,14 +255,14 @@ def _slowest_mean(work: Workload, unit_samples: int, dp: int) -> float:
 
 def _pipeline_stage(at: _Setting, tokens: Tokens, *, backward: bool) -> Bill:
     """One micro-batch through the slowest pipeline stage: the last, which has most layers and the head."""
-    basis = _pipeline_basis(
+    basis = pipeline_basis(
         at.shape, at.layout, at.precision.param_bytes, at.span, at.recompute if backward else None
     )  # fmt: skip
     return Bill(basis[0] + tokens.count * basis[1] + tokens.pairs * basis[2] + tokens.loss * basis[3])
 
 
 @functools.lru_cache(maxsize=4096)
-def _pipeline_basis(
+def pipeline_basis(
     shape: Shape, layout: Layout, value_bytes: int, span: Span, backward: Recompute | None
 ) -> tuple[Counts, Counts, Counts, Counts]:
     """Counts of a pass without tokens, and per token, per pair and per loss token: all counts are linear in these."""
@@ -320,7 +320,7 @@ def _generate_bill(at: _Setting) -> tuple[Bill, Bill]:
     _add_prefill(bill, at, samples, slots)
     full_steps = (samples - slots) * mean / slots
     phases = [(full_steps, float(slots), work.prompt_tokens + mean / 2)]
-    for start, end, alive in _segments(work.response.values):
+    for start, end, alive in segments(work.response.values):
         some_alive = 1 - (1 - alive) ** (slots * at.dp)
         phases.append(((end - start) * some_alive, max(1.0, slots * alive), work.prompt_tokens + (start + end) / 2))
     bound_by_memory = [phase for phase in phases if not _compute_bound(phase[1], at)]
@@ -332,7 +332,7 @@ def _generate_bill(at: _Setting) -> tuple[Bill, Bill]:
 
 
 @functools.lru_cache(maxsize=64)
-def _segments(values: tuple[float, ...]) -> list[tuple[float, float, float]]:
+def segments(values: tuple[float, ...]) -> list[tuple[float, float, float]]:
     """(from token, to token, share of the samples that reach it) pieces of a length distribution, in order."""
     size = len(values)
     ends = range(size) if size <= MAX_SEGMENTS else sorted({size * i // MAX_SEGMENTS for i in range(MAX_SEGMENTS)})

@@ -18,7 +18,7 @@ from nereus.plan import Layout, ModelStage, Role, Stage
 from nereus.planner.bounds import Options
 from nereus.planner.calibration import PRIORS
 from nereus.planner.candidates import RECOMPUTES, Candidates, Floats, Ints
-from nereus.planner.cost import ON_DEVICE, OPTIMIZER_PASSES, CostModel, Span, _pipeline_basis, _segments, _slowest_mean
+from nereus.planner.cost import ON_DEVICE, OPTIMIZER_PASSES, CostModel, Span, pipeline_basis, segments, slowest_mean
 from nereus.planner.footprints import LayoutTable, footprints, layout_table, smallest_state
 from nereus.planner.memory import Precision, Recompute
 from nereus.planner.operations import (
@@ -132,7 +132,7 @@ class WeightSync:
         link = Link.INTRA_NODE if len(line.node_sizes) == 1 else Link.INTER_NODE
         hop, launch = COLUMN[(Op.POINT_TO_POINT, link)], COLUMN[(Op.LAUNCH, None)]
         types = [region.accelerator for region in line.regions[::2]]
-        lines = np.stack([cost._lines(name, None) for name in types])
+        lines = np.stack([cost.lines(name, None) for name in types])
         self._work, self._call, self._launch = lines[:, 0, hop], lines[:, 1, hop], lines[:, 1, launch]
 
     def matrix(self, source: ModelStage, sources: Candidates, targets: Candidates) -> Floats:
@@ -173,7 +173,7 @@ def _pass_counts(
 ) -> Counts:
     """[layouts, 4, 2, classes]: counts of a pipeline pass without tokens, per token, per pair and per loss token."""
     return np.stack(
-        [np.stack(_pipeline_basis(shape, Layout(tp=tp, pp=pp), value_bytes, span, backward)) for tp, pp in layouts]
+        [np.stack(pipeline_basis(shape, Layout(tp=tp, pp=pp), value_bytes, span, backward)) for tp, pp in layouts]
     )
 
 
@@ -201,6 +201,28 @@ def _prefill_counts(shape: Shape, tp: int, value_bytes: int, link: Link, prompt:
         return bill.counts
 
     return np.stack([counts(0), counts(1) - counts(0)])
+
+
+@functools.lru_cache(maxsize=64)
+def _contents(work: Workload, window: int | None, samples: int, dps: bytes, sizes: bytes) -> tuple[Floats, Ints]:
+    """([4, settings]: 1, tokens, pairs and loss tokens of a micro-batch; [settings]: micro-batches of a unit).
+
+    dps, sizes: data-parallel count and micro-batch of each setting, as the bytes of arrays.
+    """
+    dp, micro_batch = np.frombuffer(dps, dtype=np.int64), np.frombuffer(sizes, dtype=np.int64)
+    unit = np.maximum(1, -(-samples // dp))
+    count = -(-unit // micro_batch)
+    each = unit / count
+    spread = 0.0 if window else (work.response.mean_square - work.response.mean**2) / 2
+    counts, first, number = np.unique(dp, return_index=True, return_inverse=True)
+    shares = zip(counts.tolist(), unit[first].tolist(), strict=True)
+    means = [slowest_mean(work, share, at) for at, share in shares]
+    response = np.array(means)[number]
+    pairs = np.array([causal_pairs(work.prompt_tokens + mean, window) for mean in means])[number]
+    content = np.stack(
+        [np.ones(len(each)), each * (work.prompt_tokens + response), each * (pairs + spread), each * response]
+    )
+    return content, count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -366,7 +388,7 @@ class Sketch:
         waves, cost = self.pricing.waves, self.pricing.cost
         accelerator = self.pricing.line.regions[family.region].accelerator
         job = _TaskPrice(self, family, at, setting, recompute, cost.cluster.accelerator(accelerator))
-        lines = cost._lines(accelerator, None)
+        lines = cost.lines(accelerator, None)
         seconds = np.zeros((len(at), self.num_waves))
         for task in self.tasks:
             seconds[:, waves[task.name]] += job.price(task.kind, lines)
@@ -442,28 +464,11 @@ class _TaskPrice:
         """All micro-batches of a unit through its slowest pipeline stage, and the bubble."""
         counts = _pass_counts(self.stage.shape, self.layouts, self.stage.value_bytes, self.span, backward)
         per = np.tensordot(counts, lines, axes=2)
-        content, micro_batches = self._micro_batches(samples)
+        window, settings = self.stage.shape.window, (self.dp.tobytes(), self.micro_batch.tobytes())
+        content, micro_batches = _contents(self.workload, window, samples, *settings)
         one = (per @ content)[self.at, self.setting]
         result: Floats = one * (micro_batches[self.setting] + self.table.pp[self.at] - 1)
         return result
-
-    def _micro_batches(self, samples: int) -> tuple[Floats, Ints]:
-        """([4, settings]: 1, tokens, pairs and loss tokens of a micro-batch; [settings]: micro-batches of a unit)."""
-        work, window = self.workload, self.stage.shape.window
-        unit = np.maximum(1, -(-samples // self.dp))
-        count = -(-unit // self.micro_batch)
-        each = unit / count
-        spread = 0.0 if window else (work.response.mean_square - work.response.mean**2) / 2
-        known = {
-            dp: _slowest_mean(work, share, dp)
-            for dp, share in dict(zip(self.dp.tolist(), unit.tolist(), strict=True)).items()
-        }
-        response = np.array([known[dp] for dp in self.dp.tolist()])
-        pairs = np.array([causal_pairs(work.prompt_tokens + known[dp], window) for dp in self.dp.tolist()])
-        content = np.stack(
-            [np.ones(len(each)), each * (work.prompt_tokens + response), each * (pairs + spread), each * response]
-        )
-        return content, count
 
     def _generate(self, lines: Counts) -> Floats:
         """Prefill and decoding: seconds are linear in passes, prompts, and each side's steps, tokens and context."""
@@ -516,7 +521,7 @@ class _TaskPrice:
         steps: list[Floats] = [(samples - slots) * mean / slots]
         batch: list[Floats] = [slots.astype(np.float64)]
         context = [work.prompt_tokens + mean / 2]
-        for start, end, alive in _segments(work.response.values):
+        for start, end, alive in segments(work.response.values):
             steps.append(np.asarray((end - start) * (1 - (1 - alive) ** (slots * dp)), dtype=np.float64))
             batch.append(np.maximum(1.0, slots * alive).astype(np.float64))
             context.append(work.prompt_tokens + (start + end) / 2)

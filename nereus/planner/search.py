@@ -27,6 +27,9 @@ from nereus.planner.refusal import Refusal, refuse
 EXACT_DEVICES = 64
 """Up to so many devices the search always proves that its choice is the fastest."""
 
+NEAR = (1.015, 1.03)
+"""Plans within so many times what bounds allow are looked for first: where there is one, nothing slower is priced."""
+
 BUDGET = 100
 """Partial choices looked into on more devices; `Choice.gap` then says what is left unproven."""
 
@@ -119,25 +122,35 @@ def optimum(
     restriction = restriction or _Restriction({}, {})
     budget = None if line.num_devices <= EXACT_DEVICES else BUDGET
     sketches = {m: pricing.sketch(m, in_turn=in_turn) for m in problem.workflow.model_stages}
+    hopeful = _Hopeful(sketches, line, in_turn=in_turn)
+    for times in NEAR:
+        limit_s = times * hopeful.bound_s
+        near = _combiner(problem, hopeful.tables(limit_s, restriction), placement, limit_s, budget)
+        found = near.solve()
+        if found is not None:
+            return found, near.gap
     first = None
     if not restriction.fixed:
         quick = {m: restriction.apply(s.candidates(s.powers_of_two())) for m, s in sketches.items()}
         first = _combiner(problem, quick, placement, math.inf, budget).solve()
     limit_s = first.step_seconds if first else math.inf
-    tables = _hopeful(sketches, line, limit_s, in_turn=in_turn)
-    tables = {m: restriction.apply(table) for m, table in tables.items()}
-    combiner = _combiner(problem, tables, placement, limit_s, budget)
+    combiner = _combiner(problem, hopeful.tables(limit_s, restriction), placement, limit_s, budget)
     found = combiner.solve() or first
     return (found, combiner.gap) if found else None
 
 
-def _hopeful(
-    sketches: Mapping[ModelStage, Sketch], line: Line, limit_s: float, *, in_turn: bool
-) -> dict[ModelStage, Candidates]:
-    """The candidates of each model-stage with which a step may still be faster than the limit."""
-    bounds = Bounds({m: s.options() for m, s in sketches.items()}, num_devices=line.num_devices, in_turn=in_turn)
-    nothing = np.zeros(bounds.num_waves)
-    return {m: s.candidates(bounds.completions(m, {}, nothing).sum(axis=1) < limit_s) for m, s in sketches.items()}
+class _Hopeful:
+    """Which candidates may still be part of a step faster than some limit. bound_s: what no step undercuts."""
+
+    def __init__(self, sketches: Mapping[ModelStage, Sketch], line: Line, *, in_turn: bool) -> None:
+        self.sketches = sketches
+        bounds = Bounds({m: s.options() for m, s in sketches.items()}, num_devices=line.num_devices, in_turn=in_turn)
+        nothing = np.zeros(bounds.num_waves)
+        self._bounds = {m: bounds.completions(m, {}, nothing).sum(axis=1) for m in sketches}
+        self.bound_s = max(float(bounds.min(initial=math.inf)) for bounds in self._bounds.values())
+
+    def tables(self, limit_s: float, restriction: "_Restriction") -> dict[ModelStage, Candidates]:
+        return {m: restriction.apply(s.candidates(self._bounds[m] < limit_s)) for m, s in self.sketches.items()}
 
 
 def _combiner(

@@ -4,6 +4,7 @@ Prices depend on shapes (tp, pp, dp, type) alone, of which a table has far fewer
 [shapes of the source, shapes of the target] serves a whole search.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from nereus.plan import ModelStage
 from nereus.planner.candidates import Candidates, Floats, Ints
 
+Mask = npt.NDArray[np.bool_]
 Pair = tuple[ModelStage, ModelStage]
 
 
@@ -43,36 +45,36 @@ class SyncTable:
     def __init__(self, tables: Mapping[ModelStage, Candidates], syncs: Sequence[Pair], price: SyncPrice) -> None:
         self.tables, self.price = tables, price
         self._shapes: dict[ModelStage, Shapes] = {}
-        self._prices: dict[Pair, tuple[Floats, Floats]] = {}
         self.pairs = tuple(pair for pair in syncs if pair[0] in tables and pair[1] in tables)
 
-    def apart(self, pair: Pair, row: int) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    def apart(self, pair: Pair, row: int) -> tuple[Floats, Mask]:
         """([targets]: seconds from the source's row where parameters are not shared, [targets]: whether they could)."""
         source, target = self._of(pair[0]), self._of(pair[1])
         number = source.number[row]
-        return self._matrices(pair)[0][number][target.number], (target.keys == source.keys[number])[target.number]
+        prices = self._prices(pair, np.array([number]), np.arange(len(target.keys)))[0]
+        return prices[target.number], (target.keys == source.keys[number])[target.number]
 
-    def least_from(self, pair: Pair, added: Floats) -> Floats:
-        """[rows of the source]: the least sum of a synchronization and what its target adds, [rows of the target]."""
-        prices = self._matrices(pair)[1]
-        least: Floats = (prices + self._of(pair[1]).least(added)).min(axis=1)
-        return least[self._of(pair[0]).number]
+    def least_from(self, pair: Pair, among: Mask, added: Floats) -> Floats:
+        """[rows of the source]: the least sum of a synchronization and what its target adds, [rows of the target].
 
-    def least_at(self, pair: Pair, row: int, added: Floats) -> float:
-        """As `least_from`, for one row of the source."""
-        prices = self._matrices(pair)[1][self._of(pair[0]).number[row]]
-        return float((prices + self._of(pair[1]).least(added)).min())
+        Only for rows `among`, and with targets that add finite seconds; infinite for others.
+        """
+        source, target = self._of(pair[0]), self._of(pair[1])
+        least = target.least(added)
+        to, of = np.flatnonzero(np.isfinite(least)), np.unique(source.number[among])
+        prices = self._prices(pair, of, to)
+        prices[source.keys[of][:, None] == target.keys[to]] = 0.0
+        found = np.full(len(source.keys), math.inf)
+        found[of] = (prices + least[to]).min(axis=1, initial=math.inf)
+        return found[source.number]
 
     def _of(self, m: ModelStage) -> Shapes:
         if m not in self._shapes:
             self._shapes[m] = Shapes(self.tables[m])
         return self._shapes[m]
 
-    def _matrices(self, pair: Pair) -> tuple[Floats, Floats]:
-        """[source shapes, target shapes]: seconds where parameters are not shared, and where they are when they can."""
-        if pair not in self._prices:
-            source, target = self._of(pair[0]), self._of(pair[1])
-            sources, targets = self.tables[pair[0]].take(source.first), self.tables[pair[1]].take(target.first)
-            apart = self.price.matrix(pair[0], sources, targets)
-            self._prices[pair] = apart, np.where(source.keys[:, None] == target.keys[None, :], 0.0, apart)
-        return self._prices[pair]
+    def _prices(self, pair: Pair, of: Ints, to: Ints) -> Floats:
+        """[shapes `of` the source, shapes of the target]: seconds where parameters are not shared."""
+        sources = self.tables[pair[0]].take(self._of(pair[0]).first[of])
+        targets = self.tables[pair[1]].take(self._of(pair[1]).first[to])
+        return self.price.matrix(pair[0], sources, targets)

@@ -21,9 +21,9 @@ from nereus.planner.cost import (
     BUBBLE,
     CostModel,
     Span,
-    _pipeline_basis,
     _pipeline_pass,
-    _segments,
+    pipeline_basis,
+    segments,
 )
 from nereus.planner.memory import BF16, FP32, Recompute
 from nereus.planner.operations import (
@@ -95,7 +95,7 @@ def test_counts_from_the_basis_equal_counts_of_the_pass_itself():
         layout, span = Layout(rng.choice((1, 2, 4)), rng.choice((1, 2, 4))), Span(pp_link=Link.INTER_NODE)
         tokens = Tokens(rng.uniform(1, 9e3), rng.uniform(1, 9e6), rng.uniform(1, 9e3))
         direct = _pipeline_pass(SHAPE, layout, 2, span, recompute, tokens).counts
-        empty, count, pairs, loss = _pipeline_basis(SHAPE, layout, 2, span, recompute)
+        empty, count, pairs, loss = pipeline_basis(SHAPE, layout, 2, span, recompute)
         assert empty + tokens.count * count + tokens.pairs * pairs + tokens.loss * loss == pytest.approx(direct)
 
 
@@ -224,10 +224,10 @@ def test_fewer_slots_decode_in_more_steps():
 @given(values=st.lists(st.integers(1, 5000), min_size=1, max_size=90))
 def test_segments_hold_every_token_once(values):
     ordered = tuple(map(float, sorted(values)))
-    segments = _segments(ordered)
-    assert segments[0][0] == 0 and segments[-1][1] == ordered[-1]
-    assert all(a[1] == b[0] for a, b in zip(segments, segments[1:], strict=False))
-    assert sum((end - start) * alive for start, end, alive in segments) == pytest.approx(sum(ordered) / len(ordered))
+    pieces = segments(ordered)
+    assert pieces[0][0] == 0 and pieces[-1][1] == ordered[-1]
+    assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:], strict=False))
+    assert sum((end - start) * alive for start, end, alive in pieces) == pytest.approx(sum(ordered) / len(ordered))
 
 
 def test_workers_that_share_cores_compute_slower_but_send_as_fast():

@@ -1,0 +1,65 @@
+"""Which candidates of a model-stage others make needless below one partial choice."""
+
+import numpy as np
+import numpy.typing as npt
+
+from nereus.planner.candidates import Candidates, Floats, Ints
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Frontier:
+    """The candidates of one model-stage already tried below one partial choice; what they dominate need not be.
+
+    Dominated: no better in the step's waves so far, synchronization, devices, active and idle bytes, with groups that
+    fit wherever the other's do. Where synchronization is still to come (`is_source`), only within one shape.
+    """
+
+    def __init__(self, table: Candidates, floors: Floats, sync: Floats | None, *, is_source: bool) -> None:
+        self.table, self.floors, self.is_source = table, floors, is_source
+        self.sync = np.zeros(len(table)) if sync is None else sync
+        self.devices = table.num_devices
+        self.tried: dict[bool, list[int]] = {False: [], True: []}
+
+    def needless(self, hopeful: Mask, carefree: Mask) -> Ints:
+        """Rows that another dominates where memory is out of the question.
+
+        Of the rows of one region and grain (and, where synchronization differs, one number of devices), in the order
+        of their seconds, only those are kept that beat all before them in devices (or in synchronization).
+        """
+        rows = np.flatnonzero(hopeful & carefree)
+        if len(rows) < 2:
+            return rows[:0]
+        varying = (self.floors[rows] != self.floors[rows[0]]).any(axis=0)
+        if varying.sum() > 1:
+            return rows[:0]
+        kinds = [self.table.region[rows], self.table.grain[rows]]
+        values = self.devices[rows].astype(np.float64)
+        if self.is_source:
+            kinds = [self.table.region[rows], self.table.shape_keys[rows]]
+        elif self.sync.any():
+            kinds, values = [*kinds, self.devices[rows]], self.sync[rows]
+        order = np.lexsort((values, self.floors[rows].sum(axis=1), *kinds))
+        changes = np.any([kind[order][1:] != kind[order][:-1] for kind in kinds], axis=0)
+        group = np.concatenate([[0], np.cumsum(changes)])
+        # one running minimum serves all groups: each lies below all groups before it
+        lowered = values[order] - group * (2.0 * float(values.max()) + 1.0)
+        lowest = np.minimum.accumulate(lowered)
+        return rows[order[1:][lowered[1:] >= lowest[:-1]]]
+
+    def dominates(self, row: int, together: bool) -> bool:
+        """Whether an earlier candidate makes this one needless; remembers it where not."""
+        rows, table = np.array(self.tried[together], dtype=np.int64), self.table
+        active, idle = (table.shared_active, table.shared_idle) if together else (table.active, table.idle)
+        worse = (active[rows] <= active[row]) & (idle[rows] <= idle[row]) & (table.region[rows] == table.region[row])
+        worse &= (self.floors[rows] <= self.floors[row]).all(axis=1)
+        if together or self.is_source:
+            for column in (table.tp, table.pp, table.dp, table.grain):
+                worse &= column[rows] == column[row]
+        else:
+            worse &= (self.devices[rows] <= self.devices[row]) & (table.grain[row] % table.grain[rows] == 0)
+            worse &= self.sync[rows] <= self.sync[row]
+        if worse.any():
+            return True
+        self.tried[together].append(row)
+        return False
