@@ -1,8 +1,9 @@
 """A transition ends committed and whole, or aborted with the old plan bitwise as it was and nothing of the new left."""
 
+import dataclasses
+import gc
 import random
 import resource
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -293,6 +294,10 @@ def test_weight_synchronization_fills_the_buffers_of_generation(
         assert state.counters.version == 5
 
 
+WARM = 20
+"""Cycles after which nothing may grow."""
+
+
 def random_plan(generator: random.Random) -> Plan:
     stages = {}
     for stage in (ACTOR_TRAINING, CRITIC_TRAINING):
@@ -302,15 +307,45 @@ def random_plan(generator: random.Random) -> Plan:
     return Plan.of(stages)
 
 
-def usage() -> tuple[int, int, int]:
-    """(file descriptors, threads, resident memory in KiB)"""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), pages * resource.getpagesize() // 1024
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a process with workers in threads holds; `threads` are those of the system, of gloo too."""
+
+    file_descriptors: int
+    threads: int
+    shared_mappings: int
+    store_keys: int
+
+    @classmethod
+    def now(cls, movers: ThreadMovers) -> "Usage":
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text()
+        return cls(
+            len(list(Path("/proc/self/fd").iterdir())),
+            len(list(Path("/proc/self/task").iterdir())),
+            maps.count("memfd:"),
+            movers.workers[0].store.num_keys(),
+        )
+
+    @classmethod
+    def once_still(cls, movers: ThreadMovers) -> "Usage":
+        """Sockets and threads of a closed group go a little later; raises AssertionError where they keep changing."""
+        seen = [cls.now(movers)]
+        for _ in range(50):
+            time.sleep(0.1)
+            seen.append(cls.now(movers))
+            if len(seen) > 4 and len(set(seen[-4:])) == 1:
+                return seen[-1]
+        raise AssertionError(f"not still after 5 s: {seen[-4:]}")
+
+
+def resident_kib() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024
 
 
 def test_many_cycles_with_random_delays_and_aborts_neither_hang_nor_leak() -> None:
     """A short form of the 200 cycles below."""
-    cycles(12)
+    cycles(WARM + 12)
 
 
 @pytest.mark.slow
@@ -319,34 +354,37 @@ def test_200_cycles_of_random_transitions_neither_hang_nor_leak() -> None:
 
 
 def cycles(count: int) -> None:
+    """Random transitions, a fifth of which abort. Under one plan, the process holds at the end exactly what it held at
+    `WARM`."""
     movers, generator = ThreadMovers(8, timeout_s=20, delay_s=0.005), random.Random(1)
-    plan = random_plan(generator)
-    movers.fill(0, plan, STATES)
-    generation, settled = 0, (0, 0, 0)
-    for cycle in range(count):
-        target = random_plan(generator)
-        fails = generator.random() < 0.2
+    movers.fill(0, OLD, STATES)
+    plan, generation, settled = OLD, 0, (Usage.once_still(movers), resident_kib())
+    for cycle in range(1, count + 1):
+        measures = cycle in (WARM, count)
+        target = OLD if measures else random_plan(generator)
+        fails = generator.random() < 0.2 and not measures
         if fails:
             movers.faults[generator.choice(target[ACTOR_TRAINING].devices), "digests"] = raising
         node_of = generator.choice([None, str, lambda device: f"node{device % 2}"])
         try:
             run(
-                movers, reshard_dag(plan, target), generation=cycle + 1, current_generation=generation,
+                movers, reshard_dag(plan, target), generation=cycle, current_generation=generation,
                 node_of=node_of, bucket_bytes=512,
             )  # fmt: skip
             assert not fails
-            generation, plan = cycle + 1, target
+            generation, plan = cycle, target
         except TransitionAborted:
             assert fails
-        if cycle % 10 == 0 or cycle == count - 1:
+        if cycle % 10 == 0:
             check_whole(movers, generation, plan)
         check_nothing_else(movers, plan)
-        if cycle == count // 2:
-            settled = usage()
-    ended = usage()
+        if cycle == WARM:
+            settled = Usage.once_still(movers), resident_kib()
+    check_whole(movers, generation, plan)
+    ended = Usage.once_still(movers), resident_kib()
     movers.close()
-    assert ended[0] <= settled[0] + 24 and ended[1] <= settled[1] + 2
-    assert ended[2] <= settled[2] + 60_000
+    assert ended[0] == settled[0]
+    assert ended[1] <= settled[1] + 5 * 1024
 
 
 def test_the_ledger_knows_which_old_units_are_whole() -> None:
