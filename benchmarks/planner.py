@@ -44,7 +44,7 @@ def run(quick: bool = False, *, scip: bool = False) -> dict[str, Any]:
     """All measurements; `scip` also runs the comparisons that take SCIP minutes."""
     console = Console(stderr=True)
     rows: list[dict[str, Any]] = []
-    optimal = optimality(40 if quick else INSTANCES)
+    optimal = optimality(16 if quick else INSTANCES)
     decisions = {size: decision_ms(text, 3 if quick else 9, rows) for size, text in CLUSTERS.items()}
     ratios = {} if quick else against_scip((8, 16, 32, 64) if scip else (8, 16), rows)
     metrics = {

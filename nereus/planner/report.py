@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -19,7 +20,7 @@ def show(result: PlanResult, console: Console) -> None:
         for line in result.refusal.valid:
             console.print(f"  {line}", highlight=False)
     if result.price is not None:
-        console.print(stage_table(result.price, title="plan"))
+        show_stages(result.price, console, title="plan")
         for line in critical_path(result):
             console.print(line, highlight=False)
     for note in result.notes:
@@ -36,35 +37,44 @@ def show(result: PlanResult, console: Console) -> None:
         _show_compared(result, result.compared, console)
 
 
+def show_stages(priced: PlanPrice, console: Console, *, title: str) -> None:
+    """The table of model-stages, and below it a line for each with the parts of its memory."""
+    console.print(stage_table(priced, title=title))
+    for model_stage, stage in priced.stages.items():
+        parts = ", ".join(f"{part} {size / GB:.2f}" for part, size in stage.memory.active.items())
+        shared = "; weights shared" if stage.shares_weights else ""
+        console.print(f"memory of {model_stage} (GB): {parts}{shared}", highlight=False)
+
+
 def stage_table(priced: PlanPrice, *, title: str) -> Table:
-    """Units, layout, devices, seconds and GB with its parts, a row for each model-stage."""
-    table = Table(title=title, title_justify="left")
+    """Units, layout, devices, seconds and GB, a row for each model-stage."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in (
         "model-stage",
         "units",
-        "tp x pp",
+        "layout",
         "devices",
-        "micro-batch",
-        "recompute",
+        "micro",
+        "redo",
         "seconds",
         "GB",
-        "parts (GB)",
     ):
-        table.add_column(name, justify="right" if name in ("units", "seconds", "GB", "micro-batch") else "left")
+        table.add_column(
+            name,
+            no_wrap=name == "model-stage",
+            justify="right" if name in ("units", "seconds", "GB", "micro") else "left",
+        )
     for model_stage, stage_plan in priced.plan.stages:
         stage = priced.stages[model_stage]
-        parts = ", ".join(f"{part} {size / GB:.2f}" for part, size in stage.memory.active.items())
-        shared = " (weights shared)" if stage.shares_weights else ""
         table.add_row(
             model_stage.name,
             str(stage_plan.dp),
-            f"{stage_plan.layout.tp} x {stage_plan.layout.pp}",
+            f"t{stage_plan.layout.tp}p{stage_plan.layout.pp}",
             format_devices(stage_plan.devices),
             str(stage.micro_batch),
             stage.recompute.value,
             f"{stage.cost.seconds:.3f}",
             f"{stage.memory.active_bytes / GB:.2f}",
-            parts + shared,
         )
     fullest = max(priced.device_bytes, key=lambda d: priced.device_bytes[d] - priced.capacity_bytes[d])
     table.caption = (
@@ -102,7 +112,7 @@ def _alternatives(result: PlanResult) -> Table:
 
 
 def _show_compared(result: PlanResult, compared: PlanPrice, console: Console) -> None:
-    console.print(stage_table(compared, title="compared plan"))
+    show_stages(compared, console, title="compared plan")
     verdict = f"step {compared.step_seconds:.3f} s"
     if not compared.feasible:
         verdict += f"; does not fit: {compared.excess_bytes / GB:.2f} GB too much on the fullest device"

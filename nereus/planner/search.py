@@ -77,11 +77,14 @@ def search(
     current: Plan | None = None,
     fixed: Mapping[ModelStage, tuple[Layout, int]] | None = None,
     excluded: Mapping[ModelStage, tuple[Layout, int]] | None = None,
+    budget: int | None = None,
 ) -> Choice | Refusal:
     """The fastest plan that fits, or what stands against every one.
 
     current: among equally fast placements, the one that moves least from this plan is taken.
     fixed, excluded: (layout, dp) that a model-stage must, or must not, have; for alternatives to a choice.
+
+    budget: partial choices looked into before the best plan found is enough (default: by the number of devices).
 
     `free` placement falls back to `colocated` only where nothing fits otherwise (one device, two trained models).
     """
@@ -90,7 +93,7 @@ def search(
     if problem.limits.placement is Placement.FREE:
         placements.append(Placement.COLOCATED)
     for placement in placements:
-        found = optimum(problem, placement, restricted)
+        found = optimum(problem, placement, restricted, budget=budget)
         if found is not None:
             return _choice(problem, *found, placement, current)
     return refuse(problem.pricing, problem.limits.placement)
@@ -115,12 +118,17 @@ class _Restriction:
 
 
 def optimum(
-    problem: PlanningProblem, placement: Placement, restriction: "_Restriction | None" = None
+    problem: PlanningProblem,
+    placement: Placement,
+    restriction: "_Restriction | None" = None,
+    *,
+    budget: int | None = None,
 ) -> tuple[Combination, float] | None:
     """The fastest combination under one placement rule and the gap left unproven, or None where nothing fits."""
     in_turn, pricing, line = placement is Placement.COLOCATED, problem.pricing, problem.line
     restriction = restriction or _Restriction({}, {})
-    budget = None if line.num_devices <= EXACT_DEVICES else BUDGET
+    if budget is None and line.num_devices > EXACT_DEVICES:
+        budget = BUDGET
     sketches = {m: pricing.sketch(m, in_turn=in_turn) for m in problem.workflow.model_stages}
     hopeful = _Hopeful(sketches, line, in_turn=in_turn)
     for times in NEAR:
