@@ -49,22 +49,31 @@ def heap_bytes() -> int:
 class MemoryGauge:
     """Peak bytes of one worker since the last `drain`. `shared_bytes`: what its state takes outside the heap."""
 
-    def __init__(self, device: torch.device, *, limit_bytes: int | None, shared_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        limit_bytes: int | None,
+        shared_bytes: Callable[[], int],
+        owns_process: bool = True,
+    ) -> None:
+        """owns_process: the worker is alone in its process; else the heap is everyone's and only state is counted."""
         self._device, self._limit_bytes, self._shared_bytes = device, limit_bytes, shared_bytes
-        self._idle_bytes = heap_bytes()
+        self._heap_bytes = heap_bytes if owns_process else lambda: 0
+        self._idle_bytes = self._heap_bytes()
         self._peak_bytes = 0
 
     def current(self) -> int:
         """Bytes held now."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return max(0, heap_bytes() - self._idle_bytes) + self._shared_bytes()
+        return max(0, self._heap_bytes() - self._idle_bytes) + self._shared_bytes()
 
     def beside_state(self) -> int:
         """Bytes held now that are no unit's state: gradients, key-value caches, models' buffers."""
         if self._device.type == "cuda":
             return max(0, torch.cuda.memory_allocated(self._device) - self._shared_bytes())
-        return max(0, heap_bytes() - self._idle_bytes)
+        return max(0, self._heap_bytes() - self._idle_bytes)
 
     def sample(self) -> None:
         """Note what is held now; raises DeviceMemoryError where it passes the limit."""

@@ -102,13 +102,17 @@ class Runtime(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a worker is told when it starts. `store`: host and port of the store its groups meet at."""
+    """What a worker is told when it starts. `store`: host and port of the store its groups meet at.
+
+    owns_process: no other worker shares its process, so what the process holds is the worker's.
+    """
 
     store: tuple[str, int]
     timeout: timedelta
     device: str = "cpu"
     num_threads: int = 1
     memory_bytes: int | None = None
+    owns_process: bool = True
 
 
 class Pool(abc.ABC):

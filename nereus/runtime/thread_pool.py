@@ -39,7 +39,10 @@ class ThreadPool(Pool):
         if self._store is None:
             self._store = serve_store(timeout=self._timeout)
         settings = WorkerSettings(
-            (self._store.host, self._store.port), self._timeout, memory_bytes=self._memory_bytes, num_threads=1
+            (self._store.host, self._store.port),
+            self._timeout,
+            memory_bytes=self._memory_bytes,
+            owns_process=False,
         )
         for device in devices:
             if not 0 <= device < self._num_devices:

@@ -103,6 +103,7 @@ class Worker:
             torch.device(settings.device),
             limit_bytes=settings.memory_bytes,
             shared_bytes=lambda: self.residents.memory.num_bytes,
+            owns_process=settings.owns_process,
         )
         self._meter = Meter(self._gauge)
         self._model_meter = self._meter if settings.device == "cpu" else None
