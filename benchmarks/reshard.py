@@ -121,7 +121,7 @@ class CaseRun:
         return time.perf_counter() - begun
 
     def peak_extra(self, prepared: list[tuple[dict[int, DeviceOrder], dict[int, Export]]]) -> int:
-        """Most bytes by which private memory of a process grows during a move."""
+        """Most bytes that a move takes in one process beyond the buffers."""
         growths: list[int] = []
         for parts, exports in prepared:
             arguments = {device: (order, exports, Counters(1, 1)) for device, order in parts.items()}

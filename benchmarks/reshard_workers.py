@@ -120,10 +120,11 @@ class BenchWorker:
         return self.residents.move(order, exports, counters, store=self.store, timeout=TIMEOUT)
 
     def move_watched(self, order: DeviceOrder, exports: Mapping[int, Export], counters: Counters) -> int:
-        """Move, and return by how much private memory grew at most meanwhile; watching takes time of its own."""
+        """Move, and return the most memory it took beyond the buffers: by how much private memory grew, or what was
+        staged where the allocator had kept that memory from an earlier move. Watching takes time of its own."""
         with PrivateMemory() as private:
-            self.move(order, exports, counters)
-        return private.growth_bytes
+            receipt = self.move(order, exports, counters)
+        return max(private.growth_bytes, receipt.peak_extra_bytes)
 
     def digests(self, order: DeviceOrder) -> DeviceDigests:
         return self.residents.digests(order)
