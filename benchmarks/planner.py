@@ -149,7 +149,8 @@ def planner_rss_mb() -> float:
     """Peak resident memory of a process that imports the planner and plans for 16,384 devices."""
     code = (
         "import resource\nfrom nereus.planner.api import plan\n"
-        "plan('llama-3.1-8b', '2048x8xh200')\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "plan('llama-3.1-8b', '2048x8xh200')\nimport re\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     return int(done.stdout) / 1024
