@@ -148,8 +148,8 @@ def decision_ms(text: str, repetitions: int, rows: list[dict[str, Any]]) -> floa
 def planner_rss_mb() -> float:
     """Peak resident memory of a process that imports the planner and plans for 16,384 devices."""
     code = (
-        "import resource\nfrom nereus.planner.api import plan\n"
-        "plan('llama-3.1-8b', '2048x8xh200')\nimport re\n"
+        "import re\nfrom nereus.planner.api import plan\n"
+        "plan('llama-3.1-8b', '2048x8xh200')\n"
         "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
