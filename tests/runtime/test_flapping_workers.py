@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from runs import Run, nereus, shared_files, survivors, tiny
 
-NUM_STEPS = 30
-TRACE = "time_s,devices\n0,4\n3,2\n6,6\n9,3\n12,0\n14,5\n17,2\n20,6\n24,4\n28,2\n31,5\n35,3\n"
+NUM_STEPS = 40
+TRACE = "time_s,devices\n0,4\n2,2\n4,6\n6,0\n13,5\n15,3\n18,6\n22,2\n26,4\n30,2\n34,5\n38,3\n"
+"""None at all for seven seconds, which no step lasts."""
 MEASURED = ("timing_s/", "perf/", "plan_generation")
 
 
@@ -31,11 +32,11 @@ def open_files(process: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_workers_that_come_and_go_change_nothing_and_leave_nothing(tmp_path: Path) -> None:
     for name in ("still", "flapping"):
         (tmp_path / name).mkdir()
-    still = nereus("train", *arguments(tmp_path / "still", tmp_path / "cache"), folder=tmp_path, timeout_s=400)
+    still = nereus("train", *arguments(tmp_path / "still", tmp_path / "cache"), folder=tmp_path, timeout_s=600)
     assert still.code == 0, still.output
 
     trace = tmp_path / "supply.csv"
@@ -48,7 +49,7 @@ def test_workers_that_come_and_go_change_nothing_and_leave_nothing(tmp_path: Pat
     seen: set[int] = set()
     opened: list[int] = []
     try:
-        run.wait_for("step 1:", timeout_s=170)
+        run.wait_for("step 1:", timeout_s=600)
         while run.process.poll() is None:
             seen |= run.tree
             if f"step {NUM_STEPS}:" not in run.output:
@@ -63,9 +64,9 @@ def test_workers_that_come_and_go_change_nothing_and_leave_nothing(tmp_path: Pat
 
     events = [json.loads(line) for line in (tmp_path / "flapping/run/events.jsonl").read_text().splitlines()]
     moves = [event["mode"] for event in events if event["type"] == "transition"]
-    assert len(moves) >= 3 and moves.count("restart") <= 1, moves
+    assert len(moves) >= 3 and moves.count("restart") == 1, moves
     expected, found = rows(tmp_path / "still" / "run"), rows(tmp_path / "flapping" / "run")
     assert len(expected) == len(found) == NUM_STEPS
     for step, (before, after) in enumerate(zip(expected, found, strict=True), start=1):
         assert after == pytest.approx(before, rel=1e-9 if step <= 20 else 1e-4, abs=1e-9 if step <= 20 else 1e-4)
-    print(f"{len(moves)} moves: {moves}; {len(seen)} processes; open files {opened[0]} to {opened[-1]}")
+    print(f"moves: {moves}; processes: {len(seen)}; open files: {opened[0]} to {opened[-1]}, at most {max(opened)}")
