@@ -33,7 +33,7 @@ lint: .venv/.dev
 	$(BIN)/mypy
 
 bench: .venv/.dev
-	for name in generate reshard planner costmodel dag; do $(BIN)/nereus bench $$name || exit 1; done
+	for name in generate reshard planner costmodel dag coordination; do $(BIN)/nereus bench $$name || exit 1; done
 
 clean:
 	rm -rf .venv .cache runs
