@@ -25,7 +25,7 @@ def from_file(folder: Path, *texts: str, **data: Any) -> RunConfig:
 def test_the_quickstarts_data_are_as_its_design_says() -> None:
     data = load_data(load_config(RECIPE, ["data.train.size=3000"]))
     assert 340 <= data.tokenizer.vocab_size <= 384
-    assert len(data.train) == 3000 and len(data.val) == 200
+    assert len(data.train) == 3000 and len(data.val) == 400
     assert not {prompt.text for prompt in data.train} & {prompt.text for prompt in data.val}
     assert max(len(prompt.tokens) for prompt in data.train) <= 16
 
