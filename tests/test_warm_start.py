@@ -98,10 +98,10 @@ def test_one_that_was_broken_off_is_made_again(tmp_path: Path) -> None:
 
 def test_it_teaches(tmp_path: Path) -> None:
     """From a uniform guess over the vocabulary to clearly better on the task's own answers."""
-    config = config_of(tmp_path, steps=60, batch=16)
+    config = config_of(tmp_path, steps=150, batch=16)
     data = load_data(config)
     examples = WarmStart(
-        data.train, data.tokenizer, steps=60, batch=16, seed=7, worked_share=0.7, switch_at=0.8, late_worked_share=0.15
+        data.train, data.tokenizer, steps=150, batch=16, seed=7, worked_share=0.7, switch_at=0.8, late_worked_share=0.15
     ).examples(0)
     batch = RolloutBatch.from_samples(
         Sample(i, 0, e.prompt_tokens, e.response_tokens, finished=True) for i, e in enumerate(examples)
