@@ -273,7 +273,10 @@ class TransitionConfig(Section):
 
 
 class SupplyConfig(Section):
-    """`trace`: a file of device counts over time; `notices`: a file or URL that announces devices to be taken away."""
+    """`trace`: a file of device counts over time; `notices`: a file or URL that announces devices to be taken away.
+
+    Without a trace: the nodes of a joined cluster as they come and go, or `cluster.workers` devices all the time.
+    """
 
     trace: Path | None = None
     notices: str | None = None

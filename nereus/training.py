@@ -31,7 +31,7 @@ from nereus.reports.events import (
 )
 from nereus.reports.view import View
 from nereus.runtime.live import LiveRuntime
-from nereus.runtime.ray_runtime import RayPool, RaySettings
+from nereus.runtime.ray_runtime import RayPool, RaySettings, RaySupply
 
 GB = 10**9
 
@@ -108,7 +108,8 @@ def run_training(config: RunConfig, view: View) -> TrainResult:
     pool = RayPool(ray_settings(config))
     folder, requests = RunFolder(config.run.dir), Requests(config.run.dir)
     try:
-        supply = configured_supply(config.supply, pool.cluster.device_ids)
+        joined = RaySupply(pool) if follows_cluster(config) else None
+        supply = configured_supply(config.supply, pool.cluster.device_ids, otherwise=joined)
         try:
             folder.open(config.to_yaml())
         except OSError as error:
@@ -155,8 +156,15 @@ def first_plan(outlook: ModelOutlook, supply: Supply) -> Plan:
     return plans[0]
 
 
+def follows_cluster(config: RunConfig) -> bool:
+    """Whether the nodes of a joined cluster are the job's supply."""
+    return config.adapt and config.cluster.address is not None and config.supply.trace is None
+
+
 def ray_settings(config: RunConfig) -> RaySettings:
-    cluster = config.cluster
+    """A job that follows its cluster may start once its first plan has its devices, any one where none is named."""
+    cluster, plan = config.cluster, config.initial_plan
+    first = max(plan.devices) + 1 if plan else 1
     return RaySettings(
         num_workers=cluster.workers,
         timeout=timedelta(seconds=cluster.timeout_s),
@@ -164,6 +172,7 @@ def ray_settings(config: RunConfig) -> RaySettings:
         device=cluster.device,
         memory_bytes=int(cluster.memory_gb * GB) if cluster.memory_gb is not None else None,
         cores_per_node=cluster.cores or os.cpu_count(),
+        min_workers=first if follows_cluster(config) else None,
     )
 
 

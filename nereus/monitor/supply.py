@@ -105,12 +105,12 @@ class TraceSupply(Supply):
         return SupplyView(changes[index].devices, tuple(announced))
 
 
-def configured_supply(config: SupplyConfig, devices: Sequence[int]) -> Supply:
-    """The supply a recipe asks for; without a trace `devices` are there all the time.
+def configured_supply(config: SupplyConfig, devices: Sequence[int], *, otherwise: Supply | None = None) -> Supply:
+    """The supply a recipe asks for; without a trace `otherwise`, by default `devices` all the time.
 
     Raises ConfigError where the trace needs devices that are not among them.
     """
-    supply: Supply = StaticSupply(devices)
+    supply = otherwise or StaticSupply(devices)
     if config.trace is not None:
         trace = read_trace(config.trace, seed=config.seed)
         missing = sorted(set(trace.device_ids) - set(devices))

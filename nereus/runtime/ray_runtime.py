@@ -3,10 +3,10 @@
     driver --actor call--> process of the worker --object--> future
 
 Ray is started here with as many slots as the job wants workers, or joined where an address is given; what is joined
-is left running. State never passes through Ray: workers move it among themselves.
+is left running; its nodes may join and drain, which `RaySupply` tells. State never passes through Ray: workers move it
+among themselves.
 """
 
-import collections
 import contextlib
 import dataclasses
 import logging
@@ -28,8 +28,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import nereus
 from nereus.cluster import ACCELERATORS, Accelerator, Cluster, Device, known_accelerator
 from nereus.errors import ClusterError, NereusError, WorkerError
+from nereus.monitor.supply import Supply, SupplyView
+from nereus.plan import format_devices
 from nereus.runtime.base import Pool, WorkerSettings
 from nereus.runtime.groups import StoreServer, serve_store
+from nereus.runtime.slots import Node, Slot, SlotMap
 from nereus.runtime.worker import Worker
 
 P = ParamSpec("P")
@@ -72,7 +75,10 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RaySettings:
-    """How the Ray pool starts. `address` None: start a local Ray with `num_workers` slots."""
+    """How the Ray pool starts. `address` None: start a local Ray with `num_workers` slots.
+
+    min_workers: how many slots there must be at the start (None: all); the others may come later.
+    """
 
     num_workers: int
     timeout: timedelta
@@ -80,23 +86,11 @@ class RaySettings:
     device: str = "cpu"
     memory_bytes: int | None = None
     cores_per_node: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where the worker of a device goes. accelerator: a name in the table, in the words of Ray."""
-
-    node_id: str
-    address: str
-    accelerator: Accelerator
-
-    @property
-    def node(self) -> str:
-        return f"{self.address}/{self.node_id[:6]}"
+    min_workers: int | None = None
 
 
 class RayPool(Pool):
-    """Workers on a Ray cluster. Device ids count the slots of its nodes, node after node."""
+    """Workers on a Ray cluster. Device ids count the slots of its nodes at the start, node after node."""
 
     def __init__(self, settings: RaySettings) -> None:
         self._settings = settings
@@ -105,7 +99,7 @@ class RayPool(Pool):
         self._nodes: dict[int, str] = {}
         self._processes: dict[int, int] = {}
         self._calls: dict[Future[Any], tuple[int, str]] = {}
-        self._slots: list[_Slot] = []
+        self._slots: SlotMap | None = None
         self._connected = False
 
     def connect(self) -> None:
@@ -122,18 +116,31 @@ class RayPool(Pool):
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, terminate)  # Ray has put its own there, which ends the process at once
-        self._slots = self._find_slots()
-        self._check_slots(self._settings.num_workers)
+        nodes = self._living_nodes()
+        self._check_slots(nodes)
+        self._slots = SlotMap(self._settings.num_workers, nodes)
 
-    def _find_slots(self) -> list[_Slot]:
-        """A slot for every GPU, or processor slot, of every living node."""
+    def _living_nodes(self) -> list[Node]:
+        """The nodes that have GPUs, or processor slots."""
         kind = "GPU" if self._settings.device == "cuda" else "CPU"
+        draining = ray._private.state.state.get_draining_nodes()  # Ray has no public name for it
         return [
-            _Slot(node["NodeID"], node["NodeManagerAddress"], _accelerator(node["Resources"], kind))
+            Node(
+                node["NodeID"],
+                node["NodeManagerAddress"],
+                int(node["Resources"][kind]),
+                _accelerator(node["Resources"], kind),
+                draining[node["NodeID"]] / 1000 if node["NodeID"] in draining else None,
+            )
             for node in ray.nodes()
-            if node["Alive"]
-            for _ in range(int(node["Resources"].get(kind, 0)))
+            if node["Alive"] and node["Resources"].get(kind, 0) >= 1
         ]
+
+    def supply(self) -> SupplyView:
+        """What the cluster has for this job now; slots that have joined get their device ids here."""
+        assert self._slots is not None, "the pool is not connected"
+        self._slots.update(self._living_nodes(), self._actors)
+        return self._slots.view(self._actors, now_s=time.time())
 
     def _init(self) -> None:
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
@@ -149,14 +156,16 @@ class RayPool(Pool):
             package = str(Path(nereus.__file__).parent)
             ray.init(self._settings.address, runtime_env={"py_modules": [package]}, **quiet)
 
-    def _check_slots(self, needed: int) -> None:
+    def _check_slots(self, nodes: Iterable[Node]) -> None:
+        """Raise ClusterError where nodes that take workers have too few slots for the start."""
         kind = "GPU" if self._settings.device == "cuda" else "CPU"
-        if len(self._slots) < needed:
-            counts = collections.Counter((slot.node_id, slot.address) for slot in self._slots)
-            per_node = ", ".join(f"{address}: {count}" for (_, address), count in counts.items())
+        needed = self._settings.min_workers or self._settings.num_workers
+        counts = [(node.address, node.num_slots) for node in nodes if not node.drains]
+        available = sum(count for _, count in counts)
+        if available < needed:
+            per_node = ", ".join(f"{address}: {count}" for address, count in counts)
             raise ClusterError(
-                f"cluster.workers: {needed} devices are needed, {len(self._slots)} {kind} slots are available "
-                f"({per_node})"
+                f"cluster.workers: {needed} devices are needed, {available} {kind} slots are available ({per_node})"
             )
 
     def check_shared(self, path: Path) -> None:
@@ -197,7 +206,9 @@ class RayPool(Pool):
         new = [device for device in devices if device not in self._actors]
         if not new:
             return
-        self._check_slots(max(new) + 1)
+        assert self._slots is not None
+        if not self._slots.starts_on(new):
+            raise ClusterError(f"device {format_devices(new)} has no node that takes a worker")
         if self._store is None:
             self._store = serve_store(_own_address(self._settings), timeout=self._settings.timeout)
         settings = WorkerSettings(
@@ -207,7 +218,7 @@ class RayPool(Pool):
             memory_bytes=self._settings.memory_bytes,
         )
         for device in new:
-            place = NodeAffinitySchedulingStrategy(self._slots[device].node_id, soft=False)
+            place = NodeAffinitySchedulingStrategy(self._slots.slots[device].node_id, soft=False)
             self._actors[device] = self._actor_class().options(scheduling_strategy=place).remote(device, settings)
         try:
             places = ray.get([self._actors[d].ready.remote() for d in new], timeout=START_TIMEOUT.total_seconds())
@@ -255,8 +266,8 @@ class RayPool(Pool):
     @property
     def cluster(self) -> Cluster:
         """Before `connect` all devices are taken to be processor slots of one node."""
-        unknown = _Slot("node0", "", ACCELERATORS["cpu"])
-        slots = self._slots[: self._settings.num_workers] or [unknown] * self._settings.num_workers
+        unknown = Slot("node0", "", ACCELERATORS["cpu"])
+        slots = self._slots.slots if self._slots else (unknown,) * self._settings.num_workers
         cap = self._settings.memory_bytes
         devices = tuple(
             Device(device, slot.node, slot.accelerator.name, cap or slot.accelerator.memory_bytes)
@@ -273,6 +284,16 @@ class RayPool(Pool):
         if self._connected:
             ray.shutdown()
             self._connected = False
+
+
+class RaySupply(Supply):
+    """The devices of a joined cluster: those of living nodes; a node that drains is announced with its deadline."""
+
+    def __init__(self, pool: RayPool) -> None:
+        self._pool = pool
+
+    def at(self, time_s: float) -> SupplyView:
+        return self._pool.supply()
 
 
 def _accelerator(resources: Mapping[str, Any], kind: str) -> Accelerator:
