@@ -73,6 +73,9 @@ def _reward(config: RunConfig) -> RewardPool | None:
 
 def _models(config: RunConfig, data: RunData, progress: Progress, notes: list[str]) -> WarmModels:
     """Where the actor and the reward model start from."""
+    if config.model.shape is not None:  # a plan it does not admit is refused before it is trained
+        spec = config.model.shape.spec(vocab=data.tokenizer.vocab_size)
+        check_model(config, {model_stage.role: spec for model_stage in config.workflow.model_stages})
     if config.warm_start.steps or config.warm_start.reward_steps:
         models = ensure_warm_start(config, data, progress)
         notes.append(f"warm start {'reused from' if models.cached else 'written to'} {models.actor.parent}")
