@@ -139,7 +139,7 @@ class ModelSpec:
 
     @property
     def num_params(self) -> int:
-        return sum(param.numel for param in self.params)
+        return _num_params(self)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, source: str = "config.json") -> "ModelSpec":
@@ -228,6 +228,11 @@ def _sliding_window(config: Mapping[str, Any], family: str, source: str) -> int 
             "supported: all layers (max_window_layers 0) or none"
         )
     return int(window)
+
+
+@functools.lru_cache(maxsize=64)
+def _num_params(spec: ModelSpec) -> int:
+    return sum(param.numel for param in spec.params)
 
 
 @functools.lru_cache(maxsize=64)

@@ -60,6 +60,14 @@ class Workflow:
     def model_stages(self) -> tuple[ModelStage, ...]:
         return tuple(dict.fromkeys(task.model_stage for task in self.tasks))
 
+    @property
+    def waves(self) -> dict[str, int]:
+        """Wave of each task: the length of the longest chain of tasks before it."""
+        waves: dict[str, int] = {}
+        for task in self.tasks:
+            waves[task.name] = max((waves[before] + 1 for before in task.after), default=0)
+        return waves
+
     def syncs_under(self, plan: Plan) -> tuple[tuple[ModelStage, ModelStage], ...]:
         """The synchronizations that move bytes under a plan."""
         return tuple((a, b) for a, b in self.syncs if plan.shares_weights(b) != a)

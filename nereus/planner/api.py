@@ -19,10 +19,10 @@ from nereus.planner.combine import Placement
 from nereus.planner.cost import CostModel
 from nereus.planner.evaluate import PlanPrice, price, tokens_per_second
 from nereus.planner.memory import PRECISIONS
-from nereus.planner.pricing import Space
 from nereus.planner.problem import Limits, PlanningProblem
 from nereus.planner.refusal import Refusal
 from nereus.planner.search import Choice, search
+from nereus.planner.space import Space
 from nereus.planner.workload import Lengths, Workload
 from nereus.workflow import CRITIC_OF, workflow_for
 

@@ -19,6 +19,14 @@ Floats = npt.NDArray[np.float64]
 RECOMPUTES = tuple(Recompute)
 
 
+def packed(*columns: tuple[Ints, int]) -> Ints:
+    """One number for each row of (column, bits) pairs, equal where all are; a column's values need at most its bits."""
+    keys = np.zeros_like(columns[0][0])
+    for column, bits in columns:
+        keys = (keys << bits) | column
+    return keys
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
     """One way to run a model-stage.
@@ -89,13 +97,9 @@ class Candidates:
     @property
     def shape_keys(self) -> Ints:
         """A number for each layout, dp, grain and accelerator type: candidates with equal ones could share a block."""
-        parts = ((self.pp, 12), (self.dp, 20), (self.grain, 12), (self.region // 2, 6))
-        keys = self.tp
-        for column, bits in parts:
-            keys = (keys << bits) | column
-        return keys
+        return packed((self.tp, 12), (self.pp, 12), (self.dp, 20), (self.grain, 12), (self.region // 2, 6))
 
-    def take(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "Candidates":
+    def take(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.bool_] | slice) -> "Candidates":
         """The candidates at some rows, in that order."""
         columns = {f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self) if f.name != "model_stage"}
         return Candidates(self.model_stage, **columns)
@@ -151,23 +155,10 @@ def best_settings(candidates: Candidates) -> Candidates:
     """
     if not len(candidates):
         return candidates
-    order = np.lexsort(
-        (
-            candidates.active,
-            candidates.total_seconds,
-            candidates.region,
-            candidates.grain,
-            candidates.dp,
-            candidates.pp,
-            candidates.tp,
-        )
-    )
-    ordered = candidates.take(order)
-    key = np.stack([ordered.tp, ordered.pp, ordered.dp, ordered.grain, ordered.region])
-    starts = np.flatnonzero(np.concatenate([[True], (key[:, 1:] != key[:, :-1]).any(axis=0)]))
-    group = np.zeros(len(ordered), dtype=np.int64)
-    group[starts[1:]] = 1
-    group = np.cumsum(group)
+    keys = (candidates.shape_keys << 1) | (candidates.region & 1)
+    order = np.lexsort((candidates.active, candidates.total_seconds, keys))
+    ordered, keys = candidates.take(order), keys[order]
+    group = np.concatenate([[0], np.cumsum(keys[1:] != keys[:-1])])
     leaner = _leanest_before(ordered.active, group)
     rows = np.flatnonzero(leaner >= 0)
     others = leaner[rows]

@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from nereus.plan import ModelStage, Stage
+from nereus.plan import ModelStage
 from nereus.planner.bounds import Bounds, Options
-from nereus.planner.candidates import Candidate, Candidates, Floats
-from nereus.planner.frontier import Frontier
-from nereus.planner.placement import Block, Line, place
+from nereus.planner.candidates import Candidate, Candidates, Floats, Ints
+from nereus.planner.frontier import Frontier, carefree, most_beside
+from nereus.planner.placement import Block, Line, Placer
 from nereus.planner.syncs import Pair, SyncPrice, SyncTable
 
 
@@ -109,10 +109,10 @@ class Combiner:
         self.syncs, self.sync_price = tuple(syncs), sync_price
         self.best: Combination | None = None
         self.best_seconds = limit_s
-        self._placed: dict[tuple[tuple[Block, ...], tuple[int, ...]], tuple[tuple[int, int], ...] | None] = {}
+        self._placer = Placer(line, at_start=self.in_turn)
         self.budget = math.inf if budget is None else budget
         self.bound_s = 0.0
-        self.num_expanded = self.num_placed = 0
+        self.num_expanded = 0
         self._narrowed = False
         self._use({m: self._possible(table) for m, table in tables.items()})
 
@@ -128,6 +128,10 @@ class Combiner:
         self.prices = SyncTable(tables, self.syncs, self.sync_price)
         self.devices = {m: table.num_devices for m, table in tables.items()}
         self._tasks = {m: (table.seconds > 0).any(axis=0) for m, table in tables.items()}
+        self._scarce = not all(
+            carefree(table, most_beside(tables, m, {}, in_turn=self.in_turn), self.line).all()
+            for m, table in tables.items()
+        )
 
     def _possible(self, table: Candidates) -> Candidates:
         """The candidates that could run on the line if they had it alone."""
@@ -186,7 +190,8 @@ class Combiner:
         alone, glued, pair = self._sync_bounds(model_stage, part)
         frontier = Frontier(table, floors, alone, is_source=any(model_stage == source for source, _ in self.syncs))
         apart = bounds if alone is None else bounds + alone
-        apart[frontier.needless(apart < self.best_seconds, self._carefree(part, table))] = math.inf
+        beside = most_beside(self.tables, model_stage, part.rows, in_turn=self.in_turn)
+        apart[frontier.needless(apart < self.best_seconds, carefree(table, beside, self.line))] = math.inf
         entries = [(apart, False)]
         if glued is not None:
             entries.append((np.where(glued, bounds, math.inf), True))
@@ -228,16 +233,41 @@ class Combiner:
                 part.floor = np.maximum(part.floor, fastest)
         if self.in_turn:
             return float((part.waves + total).sum()) + part.sync_seconds < self.best_seconds
-        return float(part.floor.sum()) + part.sync_seconds + self._syncs_ahead(part, left) < self.best_seconds
+        if float(part.floor.sum()) + part.sync_seconds + self._syncs_ahead(part, left) >= self.best_seconds:
+            return False
+        return not self._scarce or self._least_fit(part, left)
+
+    def _least_fit(self, part: _Part, possible: Mapping[ModelStage, Mask]) -> bool:
+        """Whether a choice can be placed together with blocks that are no larger than any still to be chosen.
+
+        possible: the candidates that are left, of each model-stage still to be chosen.
+        """
+        slack_s = self.best_seconds - part.sync_seconds
+        blocks, members = part.blocks, part.members
+        for m, rows in possible.items():
+            table = self.tables[m]
+            left = rows & (np.maximum(table.seconds, part.floor).sum(axis=1) < slack_s)
+            if not left.any():
+                return False
+            idle, peak = self._leanest(m, part)
+            smallest = (int(values[left].min()) for values in (table.num_devices, idle, peak))
+            blocks = (*blocks, Block(len(blocks), 1, next(smallest), self.line.anywhere, *smallest))
+            members = (*members, (m,))
+        together = dataclasses.replace(part, blocks=blocks, members=members)
+        return self._placer.place(blocks, self._conflicts(together)) is not None
+
+    def _leanest(self, m: ModelStage, part: _Part) -> tuple[Ints, Ints]:
+        """([rows of `m`] each) idle and peak bytes at least: fewer where it may share the parameters of its source."""
+        table = self.tables[m]
+        idle, peak = table.idle, table.active - table.idle
+        if any(m == target for _, target in self.syncs):
+            idle, peak = np.minimum(idle, table.shared_idle), np.minimum(peak, table.shared_active - table.shared_idle)
+        return idle, peak
 
     def _fits_beside(self, part: _Part, m: ModelStage, others: int) -> Mask:
         """[rows of `m`]: whether memory suffices on devices that it must share; `others`: idle bytes sure to come."""
         table, room = self.tables[m], self.line.max_capacity
-        is_target = any(m == target and source in part.rows for source, target in self.syncs)
-        idle = np.minimum(table.idle, table.shared_idle) if is_target else table.idle
-        peak = table.active - table.idle
-        if is_target:
-            peak = np.minimum(peak, table.shared_active - table.shared_idle)
+        idle, peak = self._leanest(m, part)
         if self.in_turn:
             held = sum(block.idle for block in part.blocks)
             highest = max(block.peak for block in part.blocks)
@@ -304,36 +334,11 @@ class Combiner:
             else:
                 added, before = self._lift(target, part, part.floor), self._lift(source, part, part.floor)
                 added[~possible[target] | (added >= slack_s)] = math.inf
-                among = possible[source] & (before < slack_s)
-                least = float((before + self.prices.least_from(pair, among, added))[among].min(initial=math.inf))
+                before[~possible[source] | (before >= slack_s)] = math.inf
+                least = self.prices.least_of(pair, before, added)
                 taken += self._tasks[source] | self._tasks[target]
             total, largest = total + least, max(largest, least)
         return total if taken.max() <= 1 else largest
-
-    def _carefree(self, part: _Part, table: Candidates) -> Mask:
-        """[rows]: whether memory cannot bind wherever the candidate lies and whatever is chosen later."""
-        idle, peak = 0, 0
-        for stage in {m.stage for m in self.order}:
-            if stage is table.model_stage.stage and not self.in_turn:
-                continue
-            holds, peaks = self._largest(stage, part)
-            idle, peak = idle + holds, max(peak, peaks)
-        least = min(capacity for _, capacity in self.line.runs)
-        fits: Mask = table.idle + idle + np.maximum(table.active - table.idle, peak) <= least
-        return fits
-
-    def _largest(self, stage: Stage, part: _Part) -> tuple[int, int]:
-        """(idle, peak) bytes that the model-stages of a stage put on one device at most."""
-        idle, peak = [0], [0]
-        for m in self.order:
-            if m.stage is not stage:
-                continue
-            table = self.tables[m]
-            rows = slice(part.rows[m], part.rows[m] + 1) if m in part.rows else slice(None)
-            idle.append(int(table.idle[rows].max()))
-            peak.append(int((table.active - table.idle)[rows].max()))
-            peak.append(int((table.shared_active - table.shared_idle)[rows].max()))
-        return (sum(idle) if self.in_turn else max(idle)), max(peak)
 
     def _sync_bounds(self, model_stage: ModelStage, part: _Part) -> tuple[Floats | None, Mask | None, Pair | None]:
         """(seconds of synchronization per row when apart, rows that could share parameters, the pair)."""
@@ -383,7 +388,7 @@ class Combiner:
             if pair is not None and alone is not None:
                 sync = {**sync, pair: float(alone[row])}
         child = _Part(waves, part.floor, sync, {**part.rows, model_stage: row}, blocks, members, shared)
-        spans = self._place(child, self._conflicts(child))
+        spans = self._placer.place(child.blocks, self._conflicts(child))
         if spans is None:
             return None
         child.spans = spans
@@ -414,19 +419,12 @@ class Combiner:
             return True
         return (x == self.crosser and y in apart) or (y == self.crosser and x in apart)
 
-    def _place(self, part: _Part, conflicts: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
-        key = (part.blocks, conflicts)
-        if key not in self._placed:
-            self.num_placed += 1
-            self._placed[key] = place(self.line, part.blocks, conflicts, at_start=self.in_turn)
-        return self._placed[key]
-
     def _finish(self, part: _Part) -> None:
         """Place a complete choice so that the shared wave is as short as can be; keep it where it is the fastest."""
         for waves, apart in self._wave_options(part):
             if float(waves.sum()) + part.sync_seconds >= self.best_seconds:
                 return
-            spans = self._place(part, self._conflicts(part, apart))
+            spans = self._placer.place(part.blocks, self._conflicts(part, apart))
             if spans is None:
                 continue
             where = {m: spans[i] for i, members in enumerate(part.members) for m in members}

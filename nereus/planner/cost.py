@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from nereus.boxes import layer_range
-from nereus.cluster import Cluster, Link
+from nereus.cluster import Accelerator, Cluster, Link
 from nereus.model import ModelSpec
 from nereus.plan import Layout, ModelStage
 from nereus.planner.calibration import PRIORS, Calibration
@@ -155,8 +155,7 @@ class CostModel:
         device = self.cluster.accelerator(accelerator)
         setting = _Setting(
             Shape.of(spec), spec, layout, dp, workload, micro_batch, recompute, precision, span,
-            device.flops_per_s * PRIORS[Op.GEMM].efficiency
-            / (device.memory_bytes_per_s * PRIORS[Op.DECODE_GEMM].efficiency),
+            machine_balance(device),
             max(1, self.devices_per_node // layout.num_ranks),
         )  # fmt: skip
         lines = self.lines(accelerator, active_workers_on_node)
@@ -200,6 +199,13 @@ class CostModel:
         if not cores or not active_workers or active_workers <= cores:
             return lines
         return np.where(ON_DEVICE, lines * (active_workers / cores), lines)
+
+
+def machine_balance(accelerator: Accelerator) -> float:
+    """Operations per byte of memory from which on products are bound by computing, at the priors' efficiencies."""
+    return (accelerator.flops_per_s * PRIORS[Op.GEMM].efficiency) / (
+        accelerator.memory_bytes_per_s * PRIORS[Op.DECODE_GEMM].efficiency
+    )
 
 
 def _update_bill(at: _Setting) -> tuple[Bill, Bill]:

@@ -14,7 +14,6 @@ from nereus.plan import ModelStage, Plan, Stage, StagePlan
 from nereus.planner.cost import Span, StageCost
 from nereus.planner.memory import Recompute, StageMemory, stage_memory
 from nereus.planner.placement import Line, speed_ranks
-from nereus.planner.pricing import waves_of
 from nereus.planner.problem import PlanningProblem
 
 
@@ -225,7 +224,7 @@ class _Pricer:
 
     def wave_seconds(self, stages: dict[ModelStage, StagePrice]) -> tuple[float, ...]:
         """Each wave: its most loaded device."""
-        waves = waves_of(self.problem.workflow)
+        waves = self.problem.workflow.waves
         result: list[float] = []
         for wave in range(1 + max(waves.values())):
             load = dict.fromkeys(self.plan.devices, 0.0)

@@ -1,11 +1,40 @@
 """Which candidates of a model-stage others make needless below one partial choice."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
+from nereus.plan import ModelStage, Stage
 from nereus.planner.candidates import Candidates, Floats, Ints
+from nereus.planner.placement import Line
 
 Mask = npt.NDArray[np.bool_]
+
+
+def most_beside(
+    tables: Mapping[ModelStage, Candidates], m: ModelStage, chosen: Mapping[ModelStage, int], *, in_turn: bool
+) -> tuple[int, int]:
+    """(idle, peak) bytes that the other model-stages put on a device of `m` at most; `chosen` ones have their row."""
+    idle, peak = dict[Stage, int](), 0
+    for other, table in tables.items():
+        if other == m or (other.stage is m.stage and not in_turn):
+            continue
+        rows = slice(chosen[other], chosen[other] + 1) if other in chosen else slice(None)
+        held = int(table.idle[rows].max(initial=0))
+        before = idle.get(other.stage, 0)
+        idle[other.stage] = before + held if in_turn else max(before, held)
+        for active, kept in ((table.active, table.idle), (table.shared_active, table.shared_idle)):
+            peak = max(peak, int((active[rows] - kept[rows]).max(initial=0)))
+    return sum(idle.values()), peak
+
+
+def carefree(table: Candidates, beside: tuple[int, int], line: Line) -> Mask:
+    """[rows]: whether memory cannot bind wherever the candidate lies, with at most `beside` on its devices."""
+    idle, peak = beside
+    least = min(capacity for _, capacity in line.runs)
+    fits: Mask = table.idle + idle + np.maximum(table.active - table.idle, peak) <= least
+    return fits
 
 
 class Frontier:

@@ -13,10 +13,15 @@ import bisect
 import copy
 import dataclasses
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from nereus.cluster import Accelerator, Cluster, Device
+
+Spans = tuple[tuple[int, int], ...]
+"""[start, end) of blocks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,8 +75,16 @@ class Line:
         self.runs = _runs(self.devices, usable)
         self.max_capacity = max(capacity for _, capacity in self.runs)
         self.regions = self._regions(speed_ranks(cluster))
+        self.anywhere = len(self.regions)
+        self._kinds = (*self.regions, Region(self.devices[-1].accelerator, False, 0, self.num_devices))
         self._slots: dict[int, list[int]] = {}
-        self._starts: dict[tuple[int, int, int, int], int | None] = {}
+        self._spans: dict[tuple[int, int, int, int], tuple[int, int] | None] = {}
+
+    @property
+    def total_capacity(self) -> int:
+        """Usable bytes of all devices."""
+        ends = [first for first, _ in self.runs[1:]] + [self.num_devices]
+        return sum((end - first) * capacity for (first, capacity), end in zip(self.runs, ends, strict=True))
 
     def with_capacity(self, usable_bytes: int) -> "Line":
         """The same line with so many usable bytes on every device."""
@@ -130,19 +143,21 @@ class Line:
                 return begin
         return None
 
-    def in_region(self, start: int, end: int, region: Region) -> bool:
+    def in_region(self, start: int, end: int, index: int) -> bool:
+        """Whether a block lies in a region, or in the line where the index is `anywhere`."""
+        region = self._kinds[index]
         if not region.low < end <= region.high:
             return False
         return not region.one_node or self.node_at(start) == self.node_at(end - 1)
 
-    def next_start(self, position: int, tp: int, groups: int, region_index: int) -> int | None:
-        """The smallest start at or after a position where such a block lies in the region; None where there is none."""
+    def next_span(self, position: int, tp: int, groups: int, region_index: int) -> tuple[int, int] | None:
+        """(start, end) of the first such block in the region that starts at or after a position; None without one."""
         key = (position, tp, groups, region_index)
-        if key not in self._starts:
-            self._starts[key] = self._next_start(position, tp, groups, self.regions[region_index])
-        return self._starts[key]
+        if key not in self._spans:
+            self._spans[key] = self._next_span(position, tp, groups, self._kinds[region_index])
+        return self._spans[key]
 
-    def _next_start(self, position: int, tp: int, groups: int, region: Region) -> int | None:
+    def _next_span(self, position: int, tp: int, groups: int, region: Region) -> tuple[int, int] | None:
         low = max(position, 0)
         if low >= self.num_devices:
             return None
@@ -153,7 +168,7 @@ class Line:
             return None
         start = self.first_group(start, tp)
         end = self.end(start, tp, groups) if start is not None else None
-        return start if end is not None and end <= region.high else None
+        return (start, end) if start is not None and end is not None and end <= region.high else None
 
     def _reaching(self, position: int, tp: int, groups: int, end: int) -> int | None:
         """The smallest start at or after a position whose block ends at `end` or later."""
@@ -178,18 +193,19 @@ class Line:
         """Usable bytes of the device at a position."""
         return self.runs[bisect.bisect_right(self.runs, (position, 1 << 62)) - 1][1]
 
+    def positions(self, start: int, tp: int, groups: int) -> npt.NDArray[np.int64]:
+        """Positions of the devices of a block, group after group."""
+        parts, node, left = list[npt.NDArray[np.int64]](), self.node_at(start), groups
+        while left:
+            begin = max(start, self.node_starts[node])
+            here = min(left, (self.node_starts[node] + self.node_sizes[node] - begin) // tp)
+            parts.append(np.arange(begin, begin + here * tp))
+            node, left = node + 1, left - here
+        return np.concatenate(parts)
+
     def groups(self, start: int, tp: int, groups: int) -> list[int]:
         """Device ids of a block, group after group."""
-        ids: list[int] = []
-        node = self.node_at(start)
-        position = start
-        for _ in range(groups):
-            while self.node_starts[node] + self.node_sizes[node] - position < tp:
-                node += 1
-                position = self.node_starts[node]
-            ids += [d.id for d in self.devices[position : position + tp]]
-            position += tp
-        return ids
+        return [self.devices[position].id for position in self.positions(start, tp, groups)]
 
 
 def speed_ranks(cluster: Cluster) -> dict[str, int]:
@@ -243,14 +259,17 @@ class _Arrangement:
 
     def admits(self, place: int, start: int, end: int) -> bool:
         """Whether block number `place` can lie at [start, end): conflicts, and memory wherever cover can be highest."""
-        mask = self.conflicts[place]
-        points = [start]
-        for other, span in enumerate(self.spans):
-            if span is not None and span[0] < end and span[1] > start and mask >> self.blocks[other].index & 1:
-                return False
-        if len(self.line.runs) > 1:
-            points += [first for first, _ in self.line.runs if start < first < end]
-        return all(self._fits(place, point) for point in points)
+        block, mask = self.blocks[place], self.conflicts[place]
+        idle, peak = block.idle, block.peak
+        for other, span in zip(self.blocks, self.spans, strict=True):
+            if span is not None and span[0] < end and span[1] > start:
+                if mask >> other.index & 1:
+                    return False
+                if span[0] <= start:
+                    idle, peak = idle + other.idle, max(peak, other.peak)
+        if idle + peak > self.line.capacity_at(start):
+            return False
+        return all(self._fits(place, first) for first, _ in self.line.runs[1:] if start < first < end)
 
     def _fits(self, place: int, point: int) -> bool:
         block = self.blocks[place]
@@ -263,24 +282,19 @@ class _Arrangement:
 
     def options(self, place: int, first: int) -> list[tuple[int, int]]:
         """(start, end) of the positions at or after `first` that block number `place` may take."""
-        block = self.blocks[place]
+        block, line = self.blocks[place], self.line
         if self.at_start:
-            end = self.line.end(0, block.grain, block.groups)
-            fits = end is not None and self.line.in_region(0, end, self.line.regions[block.region])
-            return [(0, end)] if fits and end is not None else []
-        line, spans = self.line, self.spans
+            end = line.end(0, block.grain, block.groups)
+            return [(0, end)] if end is not None and line.in_region(0, end, block.region) else []
         behind = {position for position, _ in line.runs}
-        behind.update([span[1] for span in spans if span is not None and span[1] >= first])
+        behind.update([span[1] for span in self.spans if span is not None and span[1] >= first])
         found: list[tuple[int, int]] = []
         for position in sorted(behind):
-            start = line.next_start(position, block.grain, block.groups, block.region)
-            if start is None:
+            span = line.next_span(position, block.grain, block.groups, block.region)
+            if span is None:
                 break
-            if start < first or (found and found[-1][0] == start):
-                continue
-            end = line.end(start, block.grain, block.groups)
-            if end is not None:
-                found.append((start, end))
+            if span[0] >= first and (not found or found[-1] != span):
+                found.append(span)
         return found
 
     def solve(self, left: int, first: int) -> bool:
@@ -304,14 +318,12 @@ class _Arrangement:
         return False
 
 
-def place(
-    line: Line, blocks: Sequence[Block], conflicts: Sequence[int], *, at_start: bool = False
-) -> tuple[tuple[int, int], ...] | None:
+def place(line: Line, blocks: Sequence[Block], conflicts: Sequence[int], *, at_start: bool = False) -> Spans | None:
     """(start, end) of every block, or None where they do not fit together.
 
     conflicts: for each block the mask of block indices it must not overlap. at_start: all begin at the first device.
     """
-    if not at_start and not _enough_devices(line, blocks, conflicts):
+    if not at_start and not (_enough_memory(line, blocks) and _enough_devices(line, blocks, conflicts)):
         return None
     arrangement = _Arrangement(line, blocks, conflicts, at_start=at_start)
     if not arrangement.solve((1 << len(blocks)) - 1, 0):
@@ -319,26 +331,99 @@ def place(
     return tuple(span for span in arrangement.spans if span is not None)
 
 
+class Placer:
+    """`place` on one line with what earlier answers imply.
+
+    Blocks that need no more groups, idle and peak bytes than others that fit do fit as well, in the same places; those
+    that need no less than others that do not fit do not. (Where types differ a block's end decides how it is priced,
+    and only blocks of equally many groups are compared.)
+    """
+
+    def __init__(self, line: Line, *, at_start: bool) -> None:
+        self.line, self.at_start, self.num_solved = line, at_start, 0
+        self._any_length = len(line.regions) <= 2
+        self._known: dict[tuple[object, ...], tuple[_Vectors, _Vectors, list[Spans]]] = {}
+
+    def place(self, blocks: Sequence[Block], conflicts: tuple[int, ...]) -> Spans | None:
+        groups = tuple(block.groups for block in blocks)
+        shapes = tuple((block.index, block.grain, block.region) for block in blocks)
+        key = (shapes, conflicts) if self._any_length else (shapes, conflicts, groups)
+        needs = (*groups, *(block.idle for block in blocks), *(block.peak for block in blocks))
+        if key not in self._known:
+            self._known[key] = _Vectors(len(needs)), _Vectors(len(needs)), []
+        misfits, fits, places = self._known[key]
+        if misfits.any_within(needs):
+            return None
+        known = fits.first_around(needs)
+        if known is not None:
+            return self._shortened(places[known], blocks)
+        self.num_solved += 1
+        found = place(self.line, blocks, conflicts, at_start=self.at_start)
+        if found is None:
+            misfits.append(needs)
+        else:
+            fits.append(needs)
+            places.append(found)
+        return found
+
+    def _shortened(self, spans: Spans, blocks: Sequence[Block]) -> Spans:
+        """Blocks that start where longer ones do."""
+        found = []
+        for (start, end), block in zip(spans, blocks, strict=True):
+            own = self.line.end(start, block.grain, block.groups)
+            assert own is not None and own <= end
+            found.append((start, own))
+        return tuple(found)
+
+
+class _Vectors:
+    """Vectors of one length, compared with another all at once."""
+
+    def __init__(self, length: int) -> None:
+        self._rows = np.zeros((16, length), dtype=np.int64)
+        self._count = 0
+
+    def append(self, vector: Sequence[int]) -> None:
+        if self._count == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+        self._rows[self._count] = vector
+        self._count += 1
+
+    def any_within(self, vector: Sequence[int]) -> bool:
+        """Whether any row is nowhere larger than the vector."""
+        return self._count > 0 and bool((self._rows[: self._count] <= np.array(vector)).all(axis=1).any())
+
+    def first_around(self, vector: Sequence[int]) -> int | None:
+        """The first row that is nowhere smaller than the vector."""
+        if not self._count:
+            return None
+        around = np.flatnonzero((self._rows[: self._count] >= np.array(vector)).all(axis=1))
+        return int(around[0]) if len(around) else None
+
+
+def _enough_memory(line: Line, blocks: Sequence[Block]) -> bool:
+    """Whether what all blocks keep, and the one that works with most beside it, is no more than all devices have."""
+    sizes = [block.grain * block.groups for block in blocks]
+    kept = sum(size * block.idle for size, block in zip(sizes, blocks, strict=True))
+    most = max((size * block.peak for size, block in zip(sizes, blocks, strict=True)), default=0)
+    return kept + most <= line.total_capacity
+
+
 def _enough_devices(line: Line, blocks: Sequence[Block], conflicts: Sequence[int]) -> bool:
-    """Whether every set of blocks that exclude each other, by rule or by memory, has as many devices as it needs."""
-    excludes = [0] * len(blocks)
-    for a, b in itertools.combinations(range(len(blocks)), 2):
-        one, other = blocks[a], blocks[b]
-        together = one.idle + other.idle + max(one.peak, other.peak)
-        if conflicts[a] >> other.index & 1 or together > line.max_capacity:
-            excludes[a] |= 1 << b
-            excludes[b] |= 1 << a
-    return _cliques_fit(blocks, excludes, (1 << len(blocks)) - 1, line.num_devices)
-
-
-def _cliques_fit(blocks: Sequence[Block], excludes: Sequence[int], candidates: int, left: int) -> bool:
-    """Whether no set of mutually exclusive blocks among `candidates` needs more than `left` devices."""
-    if left < 0:
-        return False
-    while candidates:
-        place = candidates.bit_length() - 1
-        candidates &= ~(1 << place)
-        needed = blocks[place].grain * blocks[place].groups
-        if not _cliques_fit(blocks, excludes, candidates & excludes[place], left - needed):
+    """Whether every set of blocks has as many devices as it needs, given how many of them can share one at most."""
+    index = {block.index: place for place, block in enumerate(blocks)}
+    excluded = [sum(1 << place for bit, place in index.items() if mask >> bit & 1) for mask in conflicts]
+    sharing, shares, needed = [True], [0], [0]
+    for chosen in range(1, 1 << len(blocks)):
+        last = chosen.bit_length() - 1
+        rest = chosen ^ (1 << last)
+        members = [block for place, block in enumerate(blocks) if chosen >> place & 1]
+        fits = sharing[rest] and not excluded[last] & rest
+        fits = fits and sum(block.idle for block in members) + max(b.peak for b in members) <= line.max_capacity
+        most = len(members) if fits else max(shares[chosen ^ (1 << p)] for p in range(last + 1) if chosen >> p & 1)
+        sharing.append(fits)
+        shares.append(most)
+        needed.append(needed[rest] + blocks[last].grain * blocks[last].groups)
+        if needed[chosen] > most * line.num_devices:
             return False
     return True

@@ -1,6 +1,7 @@
 """What a plan is chosen from: one value that holds the job, the machine, what is known of it, and the limits."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 from nereus.cluster import Cluster
@@ -10,7 +11,8 @@ from nereus.planner.combine import Placement
 from nereus.planner.cost import CostModel
 from nereus.planner.memory import Precision
 from nereus.planner.placement import Line, line_of
-from nereus.planner.pricing import Pricing, Space
+from nereus.planner.pricing import Pricing
+from nereus.planner.space import Space
 from nereus.planner.workload import Workload
 from nereus.workflow import Workflow
 
@@ -31,7 +33,7 @@ class Limits:
     space: Space = Space()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class PlanningProblem:
     """Everything a plan is chosen from. `specs` by role; `cost` prices on `cluster`."""
 
@@ -43,11 +45,11 @@ class PlanningProblem:
     cost: CostModel
     limits: Limits = Limits()
 
-    @property
+    @functools.cached_property
     def line(self) -> Line:
         return line_of(self.cluster, self.limits.memory_cap_bytes, self.limits.headroom)
 
-    @property
+    @functools.cached_property
     def pricing(self) -> Pricing:
         return Pricing(
             self.workflow, dict(self.specs), self.workload, self.precision, self.cost, self.line, self.limits.space

@@ -5,12 +5,14 @@ as fast; of those that begin where blocks of the current plan (or of the arrange
 bytes on the devices that hold them is taken.
 """
 
-import functools
+import heapq
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from nereus.plan import ModelStage, Plan, StagePlan
-from nereus.planner.candidates import Candidate
+from nereus.planner.candidates import Candidate, Ints
 from nereus.planner.combine import Combination, Placement
 from nereus.planner.placement import Line
 
@@ -24,53 +26,83 @@ def nearest_spans(line: Line, found: Combination, placement: Placement, current:
     """The spans of `found`, or others as fast that keep more of what `current` holds in place."""
     if placement is Placement.COLOCATED:
         return found.spans
-    holders = [m for m in found.chosen if m not in found.shared]
-    starts = {m: _starts(line, m, found, current) for m in holders}
-
-    @functools.cache
-    def kept_at(m: ModelStage, start: int) -> int:
-        return _kept(line, found.chosen[m], start, current.get(m))
-
-    best, most = found.spans, sum(kept_at(m, start) for m, (start, _) in found.spans.items())
-    for tried in itertools.islice(itertools.product(*(starts[m] for m in holders)), MAX_TRIED):
-        spans = dict(zip(holders, tried, strict=True))
-        for m in found.shared:
-            spans[m] = next(span for holder, span in spans.items() if holder.role == m.role and holder.stage > m.stage)
-        kept = sum(kept_at(m, start) for m, (start, _) in spans.items())
-        if kept > most and _as_good(line, found, spans):
-            best, most = spans, kept
-    return best
-
-
-def _starts(line: Line, m: ModelStage, found: Combination, current: Plan) -> list[tuple[int, int]]:
-    """Spans of a model-stage that begin where something of the current plan or of the arrangement begins or ends."""
-    candidate = found.chosen[m]
     positions = {device.id: position for position, device in enumerate(line.devices)}
-    edges = {span[0] for span in found.spans.values()}
+    edges = {span[0] for span in found.spans.values()} | _edges(current, positions)
+    holders = [m for m in found.chosen if m not in found.shared]
+    choices: dict[ModelStage, list[tuple[int, tuple[int, int]]]] = {}
+    for m in holders:
+        ranks = _ranks_held(current.get(m), positions, line.num_devices)
+        spans = {found.spans[m], *_starting_at(line, found.chosen[m], edges)}
+        kept = ((_kept(line, found.chosen[m], span[0], current.get(m), ranks), span) for span in spans)
+        choices[m] = sorted(kept, key=lambda choice: (-choice[0], choice[1] != found.spans[m], choice[1]))
+    arrangements = _by_bytes_kept([choices[m] for m in holders])
+    for _, tried in itertools.islice(arrangements, MAX_TRIED):
+        spans_tried = dict(zip(holders, tried, strict=True))
+        for m in found.shared:
+            spans_tried[m] = next(
+                span for holder, span in spans_tried.items() if holder.role == m.role and holder.stage > m.stage
+            )
+        if all(spans_tried[m] == span for m, span in found.spans.items()) or _as_good(line, found, spans_tried):
+            return spans_tried
+    return found.spans
+
+
+def _by_bytes_kept(
+    choices: Sequence[Sequence[tuple[int, tuple[int, int]]]],
+) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+    """(bytes kept, spans) of every way to take one of each, most bytes first; each list is sorted that way."""
+
+    def entry(at: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        return -sum(listed[i][0] for listed, i in zip(choices, at, strict=True)), at
+
+    queue = [entry((0,) * len(choices))]
+    seen = {queue[0][1]}
+    while queue:
+        lost, at = heapq.heappop(queue)
+        yield -lost, tuple(listed[i][1] for listed, i in zip(choices, at, strict=True))
+        for place, listed in enumerate(choices):
+            following = (*at[:place], at[place] + 1, *at[place + 1 :])
+            if following[place] < len(listed) and following not in seen:
+                seen.add(following)
+                heapq.heappush(queue, entry(following))
+
+
+def _edges(current: Plan, positions: Mapping[int, int]) -> set[int]:
+    """Positions where a block of the current plan begins or ends."""
+    edges: set[int] = set()
     for _, stage_plan in current.stages:
         places = [positions[d] for d in stage_plan.devices if d in positions]
         if places:
             edges |= {min(places), max(places) + 1}
-    spans = [found.spans[m]]
+    return edges
+
+
+def _starting_at(line: Line, candidate: Candidate, edges: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """The first spans of a candidate at or after each edge."""
     for edge in sorted(edges):
-        start = line.next_start(edge, candidate.grain, candidate.num_groups, candidate.region)
-        end = line.end(start, candidate.grain, candidate.num_groups) if start is not None else None
-        if start is not None and end is not None and (start, end) not in spans:
-            spans.append((start, end))
-    return spans
+        span = line.next_span(edge, candidate.grain, candidate.num_groups, candidate.region)
+        if span is not None:
+            yield span
 
 
-def _kept(line: Line, candidate: Candidate, start: int, before: StagePlan | None) -> int:
+def _ranks_held(before: StagePlan | None, positions: Mapping[int, int], num_devices: int) -> Ints:
+    """[positions of the line]: the rank within its unit that each device has now; -1 where it has none."""
+    ranks = np.full(num_devices, -1, dtype=np.int64)
+    for unit in before.units if before else ():
+        for rank, device in enumerate(unit):
+            if device in positions:
+                ranks[positions[device]] = rank
+    return ranks
+
+
+def _kept(line: Line, candidate: Candidate, start: int, before: StagePlan | None, ranks: Ints) -> int:
     """Bytes of state that stay on their device, as the share of ranks that keep their place in an equal layout."""
     if before is None:
         return 0
-    total, ranks = 0, candidate.layout.num_ranks
-    for place, device in enumerate(line.groups(start, candidate.grain, candidate.num_groups)):
-        at = before.position(device)
-        if at is not None:
-            same = before.layout == candidate.layout and at[1] == place % ranks
-            total += candidate.idle_bytes if same else candidate.idle_bytes // 8
-    return total
+    held = ranks[line.positions(start, candidate.grain, candidate.num_groups)]
+    wanted = np.arange(len(held)) % candidate.layout.num_ranks
+    same = int((held == wanted).sum()) if before.layout == candidate.layout else 0
+    return same * candidate.idle_bytes + (int((held >= 0).sum()) - same) * (candidate.idle_bytes // 8)
 
 
 def _as_good(line: Line, found: Combination, spans: Mapping[ModelStage, tuple[int, int]]) -> bool:

@@ -10,7 +10,6 @@ from nereus.cluster import GB
 from nereus.plan import format_devices
 from nereus.planner.api import PlanResult
 from nereus.planner.evaluate import PlanPrice
-from nereus.planner.pricing import waves_of
 
 
 def show(result: PlanResult, console: Console) -> None:
@@ -88,7 +87,7 @@ def critical_path(result: PlanResult) -> Iterator[str]:
     """The waves of a step, their seconds, and the throughput."""
     priced = result.price
     assert priced is not None
-    waves = waves_of(result.problem.workflow)
+    waves = result.problem.workflow.waves
     parts = []
     for wave, seconds in enumerate(priced.wave_seconds):
         names = " | ".join(name for name, at in waves.items() if at == wave)

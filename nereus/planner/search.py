@@ -15,11 +15,11 @@ import numpy as np
 
 from nereus.plan import Layout, ModelStage, Plan, StagePlan
 from nereus.planner.bounds import Bounds
-from nereus.planner.candidates import Candidate, Candidates, best_settings
+from nereus.planner.candidates import RECOMPUTES, Candidate, Candidates, Floats, Ints, best_settings
 from nereus.planner.combine import Combination, Combiner, Placement
+from nereus.planner.frontier import carefree, most_beside
 from nereus.planner.memory import Recompute
 from nereus.planner.placement import Line
-from nereus.planner.pricing import Sketch
 from nereus.planner.problem import PlanningProblem
 from nereus.planner.rearrange import nearest_spans
 from nereus.planner.refusal import Refusal, refuse
@@ -27,8 +27,8 @@ from nereus.planner.refusal import Refusal, refuse
 EXACT_DEVICES = 64
 """Up to so many devices the search always proves that its choice is the fastest."""
 
-NEAR = (1.015, 1.03)
-"""Plans within so many times what bounds allow are looked for first: where there is one, nothing slower is priced."""
+WITHIN = (1.015, 1.03, 1.06, 1.12, 1.25, 1.5, math.inf)
+"""A plan within so many times what bounds allow is looked for, then within the next: nothing much slower is priced."""
 
 BUDGET = 100
 """Partial choices looked into on more devices; `Choice.gap` then says what is left unproven."""
@@ -93,7 +93,7 @@ def search(
     if problem.limits.placement is Placement.FREE:
         placements.append(Placement.COLOCATED)
     for placement in placements:
-        found = optimum(problem, placement, restricted, budget=budget)
+        found = optimum(problem, placement, restricted, budget=budget, current=current)
         if found is not None:
             return _choice(problem, *found, placement, current)
     return refuse(problem.pricing, problem.limits.placement)
@@ -112,10 +112,6 @@ class _Restriction:
                 table = table.take(same if wanted else ~same)
         return table
 
-    @property
-    def empty(self) -> bool:
-        return not self.fixed and not self.excluded
-
 
 def optimum(
     problem: PlanningProblem,
@@ -123,42 +119,99 @@ def optimum(
     restriction: "_Restriction | None" = None,
     *,
     budget: int | None = None,
+    current: Plan | None = None,
 ) -> tuple[Combination, float] | None:
-    """The fastest combination under one placement rule and the gap left unproven, or None where nothing fits."""
-    in_turn, pricing, line = placement is Placement.COLOCATED, problem.pricing, problem.line
+    """The fastest combination under one placement rule and the gap left unproven, or None where nothing fits.
+
+    current: where its layouts still fit, only faster combinations are looked for.
+    """
     restriction = restriction or _Restriction({}, {})
-    if budget is None and line.num_devices > EXACT_DEVICES:
+    if budget is None and problem.line.num_devices > EXACT_DEVICES:
         budget = BUDGET
-    sketches = {m: pricing.sketch(m, in_turn=in_turn) for m in problem.workflow.model_stages}
-    hopeful = _Hopeful(sketches, line, in_turn=in_turn)
-    for times in NEAR:
-        limit_s = times * hopeful.bound_s
-        near = _combiner(problem, hopeful.tables(limit_s, restriction), placement, limit_s, budget)
-        found = near.solve()
-        if found is not None:
-            return found, near.gap
-    first = None
-    if not restriction.fixed:
-        quick = {m: restriction.apply(s.candidates(s.powers_of_two())) for m, s in sketches.items()}
-        first = _combiner(problem, quick, placement, math.inf, budget).solve()
-    limit_s = first.step_seconds if first else math.inf
-    combiner = _combiner(problem, hopeful.tables(limit_s, restriction), placement, limit_s, budget)
-    found = combiner.solve() or first
-    return (found, combiner.gap) if found else None
+    sketches = _Sketches(problem, placement, restriction)
+
+    def solve(tables: Mapping[ModelStage, Candidates], limit_s: float) -> tuple[Combination | None, float]:
+        combiner = _combiner(problem, tables, placement, limit_s, budget)
+        return combiner.solve(), combiner.gap
+
+    known = solve(sketches.like(current), math.inf)[0] if current else None
+    known_s = known.step_seconds if known else math.inf
+    hopeful = _Hopeful(sketches, limit_s=known_s)
+    for times in WITHIN:
+        limit_s = min(times * hopeful.bound_s, known_s)
+        found, gap = solve(hopeful.tables(limit_s), limit_s)
+        if found is not None or limit_s == known_s:
+            break
+    best = found or known
+    return (best, gap) if best else None
+
+
+class _Sketches:
+    """What every model-stage could do, under one placement rule."""
+
+    def __init__(self, problem: PlanningProblem, placement: Placement, restriction: "_Restriction") -> None:
+        self.line, self.restriction = problem.line, restriction
+        self.in_turn = placement is Placement.COLOCATED
+        self.of = {m: problem.pricing.sketch(m, in_turn=self.in_turn) for m in problem.workflow.model_stages}
+
+    def like(self, plan: Plan) -> dict[ModelStage, Candidates]:
+        """The candidates with the layouts and data-parallel counts of a plan."""
+        return self.tables({m: self._shaped(m, plan) for m in self.of})
+
+    def _shaped(self, m: ModelStage, plan: Plan) -> Ints:
+        sketch, rows = self.of[m], self.of[m].rows
+        if m not in plan:
+            return np.zeros(0, dtype=np.int64)
+        layout, dp = plan[m].layout, plan[m].dp
+        alike = (rows.tp == layout.tp) & (rows.pp == layout.pp) & (rows.dp == dp)
+        return np.flatnonzero(alike & sketch.worthwhile)
+
+    def tables(self, rows: Mapping[ModelStage, Ints]) -> dict[ModelStage, Candidates]:
+        """The candidates made from some rows. Recomputation is left out where memory cannot bind without it."""
+        keeping = {m: sketch.candidates(rows[m]) for m, sketch in self.of.items()}
+        tables = {}
+        for m, sketch in self.of.items():
+            parts = [keeping[m]]
+            if sketch.trains:
+                beside = most_beside(keeping, m, {}, in_turn=self.in_turn)
+                scarce = rows[m][~carefree(keeping[m], beside, self.line)]
+                parts += [sketch.candidates(scarce, recompute) for recompute in RECOMPUTES[1:]]
+            table = self.restriction.apply(Candidates.concatenate(parts))
+            tables[m] = table.take(np.minimum(table.active, table.shared_active) <= self.line.max_capacity)
+        return tables
 
 
 class _Hopeful:
-    """Which candidates may still be part of a step faster than some limit. bound_s: what no step undercuts."""
+    """Which rows may still be part of a step faster than `limit_s`, and some lower limit.
 
-    def __init__(self, sketches: Mapping[ModelStage, Sketch], line: Line, *, in_turn: bool) -> None:
+    bound_s: what no step undercuts that is faster than `limit_s`.
+    """
+
+    def __init__(self, sketches: _Sketches, *, limit_s: float) -> None:
         self.sketches = sketches
-        bounds = Bounds({m: s.options() for m, s in sketches.items()}, num_devices=line.num_devices, in_turn=in_turn)
+        fastest = {m: sketch.fastest for m, sketch in sketches.of.items()}
+        self.rows = {m: self._alone(m, fastest, limit_s) for m in sketches.of}
+        options = {m: sketch.options(self.rows[m]) for m, sketch in sketches.of.items()}
+        bounds = Bounds(options, num_devices=sketches.line.num_devices, in_turn=sketches.in_turn)
         nothing = np.zeros(bounds.num_waves)
-        self._bounds = {m: bounds.completions(m, {}, nothing).sum(axis=1) for m in sketches}
+        self._bounds = {m: bounds.completions(m, {}, nothing).sum(axis=1) for m in sketches.of}
         self.bound_s = max(float(bounds.min(initial=math.inf)) for bounds in self._bounds.values())
 
-    def tables(self, limit_s: float, restriction: "_Restriction") -> dict[ModelStage, Candidates]:
-        return {m: restriction.apply(s.candidates(self._bounds[m] < limit_s)) for m, s in self.sketches.items()}
+    def _alone(self, m: ModelStage, fastest: Mapping[ModelStage, Floats], limit_s: float) -> Ints:
+        """Rows of `m` with which a step is faster than the limit where every other model-stage is at its fastest."""
+        sketch, others = self.sketches.of[m], [f for other, f in fastest.items() if other != m]
+        rows = np.flatnonzero(sketch.worthwhile)
+        if limit_s == math.inf:
+            return rows
+        if self.sketches.in_turn:
+            steps = (sketch.seconds[rows] + sum(others)).sum(axis=1)
+        else:
+            steps = np.maximum(sketch.seconds[rows], np.maximum.reduce(others)).sum(axis=1)
+        kept: Ints = rows[steps < limit_s]
+        return kept
+
+    def tables(self, limit_s: float) -> dict[ModelStage, Candidates]:
+        return self.sketches.tables({m: self.rows[m][self._bounds[m] < limit_s] for m in self.sketches.of})
 
 
 def _combiner(

@@ -15,7 +15,7 @@ from nereus.planner.candidates import RECOMPUTES, Candidate, Candidates, best_se
 from nereus.planner.cost import Span
 from nereus.planner.memory import Recompute, stage_memory
 from nereus.planner.placement import Line
-from nereus.planner.pricing import Space
+from nereus.planner.space import Space
 from nereus.planner.workload import Lengths
 
 LENGTHS = Lengths(tuple(float(100 + 60 * i) for i in range(40)))

@@ -1,0 +1,69 @@
+"""Which layouts, data-parallel counts and micro-batches are candidates at all."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+from nereus.model import ModelSpec
+from nereus.planner.placement import Line
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Space:
+    """Which layouts, dp and micro-batches are tried.
+
+    paper: tp and pp powers of two, and only dp and micro-batches that divide the batch. Otherwise tp is any divisor
+    of the query heads up to a node, pp any number up to the layers, dp any count that gives the fullest unit fewer
+    samples than every smaller count does, the micro-batch a power of two or all samples of a unit.
+    """
+
+    paper: bool = False
+
+    def layouts(self, spec: ModelSpec, line: Line) -> tuple[tuple[int, int], ...]:
+        """(tp, pp) pairs that the model and the line admit."""
+        fit = tuple((tp, line.groups_fit(tp)) for tp in spec.valid_tp if tp <= line.max_node)
+        return _layouts(spec.num_layers, fit, self.paper)
+
+    def replicas(self, totals: Iterable[int], limit: int) -> list[int]:
+        """Data-parallel counts up to `limit` for a model-stage whose tasks share out so many samples."""
+        found: set[int] = set()
+        for total in totals:
+            if self.paper:
+                found.update(dp for dp in range(1, min(limit, total) + 1) if total % dp == 0)
+            else:
+                found.update(dp for dp in _useful_counts(total) if dp <= limit)
+        return sorted(found)
+
+    def micro_batches(self, samples: int) -> list[int]:
+        """Micro-batch sizes of a unit with so many samples."""
+        powers = [1 << i for i in range(samples.bit_length()) if 1 << i < samples]
+        if self.paper:
+            powers = [size for size in powers if samples % size == 0]
+        return [*powers, samples]
+
+
+@functools.lru_cache(maxsize=64)
+def _layouts(num_layers: int, fit: tuple[tuple[int, int], ...], paper: bool) -> tuple[tuple[int, int], ...]:
+    """fit: (tp, groups of so many devices that there are)."""
+    return tuple(
+        (tp, pp)
+        for tp, groups in fit
+        if not paper or _is_power_of_two(tp)
+        for pp in range(1, min(num_layers, groups) + 1)
+        if not paper or _is_power_of_two(pp)
+    )
+
+
+def _is_power_of_two(count: int) -> bool:
+    return count & (count - 1) == 0
+
+
+@functools.lru_cache(maxsize=64)
+def _useful_counts(total: int) -> tuple[int, ...]:
+    """The counts among which `total` samples divide into smaller largest shares than among any fewer."""
+    found, share = [], 0
+    for dp in range(1, total + 1):
+        if -(-total // dp) != share:
+            share = -(-total // dp)
+            found.append(dp)
+    return tuple(found)
