@@ -29,9 +29,9 @@ from nereus.planner.evaluate import PlanPrice, price
 from nereus.planner.memory import BF16, FP32, FP64, Precision, Recompute
 from nereus.planner.operations import COLLECTIVES, COLUMN, Bill, Op, parse_key
 from nereus.planner.placement import speed_ranks
-from nereus.planner.space import Space
 from nereus.planner.problem import Limits, PlanningProblem
 from nereus.planner.search import Choice, search
+from nereus.planner.space import Space
 from nereus.planner.workload import Workload
 from nereus.replay import read_events
 from nereus.transition.assignment import assign
