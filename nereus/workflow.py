@@ -44,11 +44,15 @@ class Workflow:
     """The tasks of one step in topological order, and the weight synchronizations at its end.
 
     syncs: (from, to) pairs; a pair whose model-stages share parameters under the plan costs nothing.
+    max_staleness: updates by which the policy that generates may lag behind. From 1 on generation of the next batch
+    runs beside the rest of this step, where it has devices of its own, and a step lasts from one synchronization to
+    the next.
     """
 
     name: str
     tasks: tuple[Task, ...]
     syncs: tuple[tuple[ModelStage, ModelStage], ...]
+    max_staleness: int = 0
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -82,7 +86,7 @@ class Workflow:
             raise PlanError(f"the plan names {', '.join(extra)}, which {self.name} does not use")
 
 
-def rl_workflow(*, name: str, critic: bool, reference: bool, reward_model: bool) -> Workflow:
+def rl_workflow(*, name: str, critic: bool, reference: bool, reward_model: bool, max_staleness: int = 0) -> Workflow:
     """The step graph of on-policy RL with the roles it uses.
 
     generate -> {old_logprobs, reference, reward, values} -> {critic_update, actor_update} -> synchronize.
@@ -103,14 +107,19 @@ def rl_workflow(*, name: str, critic: bool, reference: bool, reward_model: bool)
         tasks.append(Task("critic_update", CRITIC_TRAINING, Kind.UPDATE, ready))
         syncs.append((CRITIC_TRAINING, CRITIC_INFERENCE))
     tasks.append(Task("actor_update", ACTOR_TRAINING, Kind.UPDATE, ready))
-    return Workflow(name, tuple(tasks), tuple(syncs))
+    return Workflow(name, tuple(tasks), tuple(syncs), max_staleness)
 
 
-def workflow_for(algorithm: str, *, reference: bool = True, reward_model: bool = False) -> Workflow:
+def workflow_for(
+    algorithm: str, *, reference: bool = True, reward_model: bool = False, max_staleness: int = 0
+) -> Workflow:
     """The workflow of an algorithm by name (`ppo`)."""
     if algorithm not in CRITIC_OF:
         raise PlanError(f"no algorithm {algorithm!r}; known: {', '.join(CRITIC_OF)}")
-    return rl_workflow(name=algorithm, critic=CRITIC_OF[algorithm], reference=reference, reward_model=reward_model)
+    return rl_workflow(
+        name=algorithm, critic=CRITIC_OF[algorithm], reference=reference, reward_model=reward_model,
+        max_staleness=max_staleness,
+    )  # fmt: skip
 
 
 CRITIC_OF = {"ppo": True, "grpo": False, "remax": False}

@@ -14,8 +14,18 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from nereus.plan import ModelStage
+from nereus.plan import ModelStage, Stage
 from nereus.planner.candidates import Floats, Ints
+
+
+def step_of(waves: Floats, *, overlapped: bool) -> Floats:
+    """[...]: seconds of a step, without synchronizations, of waves [..., waves].
+
+    overlapped: the first wave (generation, of the next batch) runs beside the others; otherwise all run in turn.
+    """
+    rest: Floats = waves[..., 1:].sum(axis=-1)
+    step: Floats = np.maximum(waves[..., 0], rest) if overlapped else waves[..., 0] + rest
+    return step
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -27,10 +37,16 @@ class Options:
 
 
 class Bounds:
-    """Bounds over the options of all model-stages of a step. in_turn: all run one after the other."""
+    """Bounds over the options of all model-stages of a step.
 
-    def __init__(self, options: Mapping[ModelStage, Options], *, num_devices: int, in_turn: bool) -> None:
+    in_turn: all run one after the other. overlapped: generation has devices of its own.
+    """
+
+    def __init__(
+        self, options: Mapping[ModelStage, Options], *, num_devices: int, in_turn: bool, overlapped: bool = False
+    ) -> None:
         self.options, self.num_devices, self.in_turn = dict(options), num_devices, in_turn
+        self._apart = {m: self._sets_with(m, overlapped) for m in self.options}
         self.num_waves = next(iter(self.options.values())).seconds.shape[1]
         infinite = np.full(self.num_waves, math.inf)
         self._fastest = {m: o.seconds.min(axis=0) if len(o.devices) else infinite for m, o in self.options.items()}
@@ -47,6 +63,13 @@ class Bounds:
         }
         self._steps = {m: self._steps_of(m) for m in self.shared_members}
         self._shared_floors: dict[tuple[int | None, ...], float] = {}
+
+    def _sets_with(self, m: ModelStage, overlapped: bool) -> list[list[ModelStage]]:
+        """The largest sets of model-stages, `m` among them, of which no two may share a device."""
+        generation = [other for other in self.options if other.stage is Stage.GENERATION] if overlapped else []
+        stages = {other.stage for other in self.options} - {Stage.GENERATION} if m in generation else {m.stage}
+        sets = [[other for other in self.options if other.stage is stage] + generation for stage in stages]
+        return [list(dict.fromkeys(members)) for members in sets]
 
     def _shared(self) -> tuple[int, tuple[ModelStage, ...]]:
         """The wave in which the crosser meets model-stages of another stage, and those."""
@@ -101,15 +124,18 @@ class Bounds:
             total: Floats = own.seconds + after
             return total
         found = np.maximum(own.seconds, np.maximum.reduce([floor, *(self._fastest[m] for m in rest)]))
-        used = sum(int(self.options[m].devices[row]) for m, row in rows.items() if m.stage == model_stage.stage)
-        beside = [m for m in rest if m.stage == model_stage.stage]
-        left = self.num_devices - used - sum(self._fewest[m] for m in beside) - own.devices
-        for m in beside:
-            budget = np.clip(left + self._fewest[m], 0, self.num_devices)
-            found = np.maximum(found, self._by_devices[m][budget])
+        lacking = np.zeros(len(own.devices), dtype=bool)
+        for members in self._apart[model_stage]:
+            used = sum(int(self.options[m].devices[rows[m]]) for m in members if m in rows)
+            open_ones = [m for m in members if m in rest]
+            left = self.num_devices - used - sum(self._fewest[m] for m in open_ones) - own.devices
+            for m in open_ones:
+                room = np.clip(left + self._fewest[m], 0, self.num_devices)
+                found = np.maximum(found, self._by_devices[m][room])
+            lacking |= left < 0
         if self.shared_members:
             self._raise_shared_wave(model_stage, rows, own, found)
-        found[left < 0] = math.inf
+        found[lacking] = math.inf
         return found
 
     def _raise_shared_wave(

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from nereus.plan import ModelStage
-from nereus.planner.bounds import Bounds, Options
+from nereus.plan import ModelStage, Stage
+from nereus.planner.bounds import Bounds, Options, step_of
 from nereus.planner.candidates import Candidate, Candidates, Floats, Ints
 from nereus.planner.frontier import Frontier, carefree, most_beside
 from nereus.planner.placement import Block, Line, Placer
@@ -52,6 +52,7 @@ class Combination:
     """The chosen candidate and [start, end) of each model-stage, and what a step takes.
 
     shared: model-stages that use the parameters of their role's training model-stage in place.
+    overlapped: generation runs beside the other waves.
     """
 
     chosen: dict[ModelStage, Candidate]
@@ -59,10 +60,12 @@ class Combination:
     shared: frozenset[ModelStage]
     wave_seconds: tuple[float, ...]
     sync_seconds: dict[Pair, float]
+    overlapped: bool = False
 
     @property
     def step_seconds(self) -> float:
-        return sum(self.wave_seconds) + sum(self.sync_seconds.values())
+        waves = step_of(np.array(self.wave_seconds), overlapped=self.overlapped)
+        return float(waves) + sum(self.sync_seconds.values())
 
 
 @dataclasses.dataclass(slots=True)
@@ -89,7 +92,8 @@ class _Part:
 class Combiner:
     """Finds the fastest combination of `tables` that fits on a line.
 
-    syncs: (source, target) pairs, priced by `sync_price`. limit_s: only combinations faster than this are of interest.
+    syncs: (source, target) pairs, priced by `sync_price`. overlapped: generation has devices of its own and runs beside
+    the other waves. limit_s: only combinations faster than this are of interest.
     budget: partial choices looked into before the search settles for the best found; None to prove the optimum.
     """
 
@@ -101,10 +105,11 @@ class Combiner:
         syncs: Sequence[Pair],
         sync_price: SyncPrice,
         placement: Placement,
+        overlapped: bool = False,
         limit_s: float = math.inf,
         budget: int | None = None,
     ) -> None:
-        self.line, self.placement = line, placement
+        self.line, self.placement, self.overlapped = line, placement, overlapped
         self.in_turn = placement is Placement.COLOCATED
         self.syncs, self.sync_price = tuple(syncs), sync_price
         self.best: Combination | None = None
@@ -122,6 +127,7 @@ class Combiner:
             {m: Options(table.num_devices, table.seconds) for m, table in tables.items()},
             num_devices=self.line.num_devices,
             in_turn=self.in_turn,
+            overlapped=self.overlapped,
         )
         self.crosser = self.bounds.crosser
         self.order = sorted(tables, key=self._priority)
@@ -136,7 +142,17 @@ class Combiner:
     def _possible(self, table: Candidates) -> Candidates:
         """The candidates that could run on the line if they had it alone."""
         least = np.minimum(table.active, table.shared_active)
-        return table.take((table.num_devices <= self.line.num_devices) & (least <= self.line.max_capacity))
+        possible = (table.num_devices <= self.line.num_devices) & (least <= self.line.max_capacity)
+        if self.in_turn:
+            kinds = np.stack([table.grain, table.num_devices // table.grain, table.region], axis=1)
+            kinds, number = np.unique(kinds, axis=0, return_inverse=True)
+            begins = [self.line.first_span(*kind) is not None for kind in kinds.tolist()]
+            possible &= np.array(begins, dtype=bool)[number]
+        return table.take(possible)
+
+    def _step(self, waves: Floats) -> Floats:
+        """[...]: seconds of a step, without synchronizations, of waves [..., waves]."""
+        return step_of(waves, overlapped=self.overlapped)
 
     def _priority(self, model_stage: ModelStage) -> tuple[bool, int, bool, float]:
         """The one with tasks in several waves first, then sources before targets, then the slow before the fast."""
@@ -170,7 +186,7 @@ class Combiner:
     def _narrow(self) -> None:
         """Start over with the candidates that can still be part of something faster, where that leaves far fewer."""
         nothing = np.zeros(self.bounds.num_waves)
-        keep = {m: self.bounds.completions(m, {}, nothing).sum(axis=1) < self.best_seconds for m in self.tables}
+        keep = {m: self._step(self.bounds.completions(m, {}, nothing)) < self.best_seconds for m in self.tables}
         if sum(int(rows.sum()) for rows in keep.values()) < NARROWING * sum(map(len, self.tables.values())):
             self._use({m: self.tables[m].take(rows) for m, rows in keep.items()})
             self._narrowed = True
@@ -183,12 +199,17 @@ class Combiner:
         model_stage = self.order[depth]
         table = self.tables[model_stage]
         floors = self.bounds.completions(model_stage, part.rows, part.floor)
-        bounds = floors.sum(axis=1) + part.sync_seconds
+        bounds = self._step(floors) + part.sync_seconds
         if part.blocks:
             bounds[~self._fits_beside(part, model_stage, 0)] = math.inf
         bounds += self._sync_to_come(model_stage, part, floors, bounds < self.best_seconds)
         alone, glued, pair = self._sync_bounds(model_stage, part)
-        frontier = Frontier(table, floors, alone, is_source=any(model_stage == source for source, _ in self.syncs))
+        frontier = Frontier(
+            table,
+            self._compared(model_stage, part, floors),
+            alone,
+            is_source=any(model_stage == source for source, _ in self.syncs),
+        )
         apart = bounds if alone is None else bounds + alone
         beside = most_beside(self.tables, model_stage, part.rows, in_turn=self.in_turn)
         apart[frontier.needless(apart < self.best_seconds, carefree(table, beside, self.line))] = math.inf
@@ -208,6 +229,21 @@ class Combiner:
                 if self._looks_ahead(child):
                     self._expand(depth + 1, child)
 
+    def _compared(self, m: ModelStage, part: _Part, floors: Floats) -> Floats:
+        """[rows of `m`, waves]: what decides between candidates that need the same devices.
+
+        The floors, except in the shared wave: a member may have to wait for the crosser there, and what hides its own
+        seconds from the floor need not hide them then.
+        """
+        if self.in_turn or self.crosser is None or m not in (self.crosser, *self.bounds.shared_members):
+            return floors
+        wave, compared = self.bounds.shared_wave, floors.copy()
+        compared[:, wave] = self.tables[m].seconds[:, wave]
+        if m != self.crosser:
+            wait_s = self.tables[self.crosser].seconds[part.rows[self.crosser], wave]
+            compared[:, wave] = np.maximum(compared[:, wave], part.floor[wave] - wait_s)
+        return compared
+
     def _looks_ahead(self, part: _Part) -> bool:
         """Whether every model-stage still to be chosen has a candidate left; raises the floor to the fastest of those.
 
@@ -217,7 +253,7 @@ class Combiner:
             wave = self.bounds.shared_wave
             part.floor = part.floor.copy()
             part.floor[wave] = max(part.floor[wave], self.bounds.shared_floor(part.rows))
-            if float(part.floor.sum()) + part.sync_seconds >= self.best_seconds:
+            if float(self._step(part.floor)) + part.sync_seconds >= self.best_seconds:
                 return False
         rest, left = [m for m in self.order if m not in part.rows], dict[ModelStage, Mask]()
         least = {m: int(np.minimum(self.tables[m].idle, self.tables[m].shared_idle).min()) for m in rest}
@@ -233,7 +269,7 @@ class Combiner:
                 part.floor = np.maximum(part.floor, fastest)
         if self.in_turn:
             return float((part.waves + total).sum()) + part.sync_seconds < self.best_seconds
-        if float(part.floor.sum()) + part.sync_seconds + self._syncs_ahead(part, left) >= self.best_seconds:
+        if float(self._step(part.floor)) + part.sync_seconds + self._syncs_ahead(part, left) >= self.best_seconds:
             return False
         return not self._scarce or self._least_fit(part, left)
 
@@ -246,7 +282,7 @@ class Combiner:
         blocks, members = part.blocks, part.members
         for m, rows in possible.items():
             table = self.tables[m]
-            left = rows & (np.maximum(table.seconds, part.floor).sum(axis=1) < slack_s)
+            left = rows & (self._step(np.maximum(table.seconds, part.floor)) < slack_s)
             if not left.any():
                 return False
             idle, peak = self._leanest(m, part)
@@ -275,7 +311,7 @@ class Combiner:
         fits = table.num_devices + self._devices_of_others(part, m) <= self.line.num_devices
         for block, members in zip(part.blocks, part.members, strict=True):
             forced = table.num_devices + block.grain * block.groups > self.line.num_devices
-            if any(member.stage is m.stage for member in members):
+            if any(self._must_part(member, m, ()) for member in members):
                 fits &= ~forced
             else:
                 fits &= ~forced | (idle + block.idle + np.maximum(peak, block.peak) <= room)
@@ -302,29 +338,32 @@ class Combiner:
                     added = seconds.sum(axis=1) - seconds.min(axis=0).sum()
                 else:
                     added = self._lift(pair[1], part, floors[hopeful].max(axis=0))
-                least_s = float(floors[hopeful].sum(axis=1).min()) + part.sync_seconds
+                    if self.overlapped:  # what a wave adds may then grow with the others
+                        added = np.zeros_like(added)
+                least_s = float(self._step(floors[hopeful]).min()) + part.sync_seconds
                 added[added >= self.best_seconds - least_s] = math.inf
                 total = total + self.prices.least_from(pair, hopeful, added)
         return total
 
     def _lift(self, m: ModelStage, part: _Part, floor: Floats) -> Floats:
         """[rows of `m`]: by how much choosing it lifts a step that takes `floor` anyway, at least."""
-        lifted: Floats = self.bounds.completions(m, part.rows, floor).sum(axis=1) - floor.sum()
+        lifted: Floats = self._step(self.bounds.completions(m, part.rows, floor)) - self._step(floor)
         return lifted
 
     def _syncs_ahead(self, part: _Part, possible: Mapping[ModelStage, Mask]) -> float:
         """Seconds that synchronizations to model-stages still to be chosen add at least to the floor of a choice.
 
-        possible: the candidates that are left, of each. Pairs whose tasks meet in a wave are not added up.
+        possible: the candidates that are left, of each. Only the largest is taken where the tasks of pairs meet in a
+        wave, or waves overlap: what each adds alone may not add up then.
         """
-        slack_s = self.best_seconds - float(part.floor.sum()) - part.sync_seconds
+        slack_s = self.best_seconds - float(self._step(part.floor)) - part.sync_seconds
         total, largest, taken = 0.0, 0.0, np.zeros(self.bounds.num_waves, dtype=np.int64)
         for pair in self.prices.pairs:
             source, target = pair
             if target in part.rows:
                 continue
             if source in part.rows:
-                added = np.maximum(self.tables[target].seconds - part.floor, 0.0).sum(axis=1)
+                added = self._step(np.maximum(self.tables[target].seconds, part.floor)) - self._step(part.floor)
                 added[~possible[target] | (added >= slack_s)] = math.inf
                 chosen = np.arange(len(self.tables[source])) == part.rows[source]
                 least = float(self.prices.least_from(pair, chosen, added)[part.rows[source]])
@@ -334,17 +373,19 @@ class Combiner:
             else:
                 added, before = self._lift(target, part, part.floor), self._lift(source, part, part.floor)
                 added[~possible[target] | (added >= slack_s)] = math.inf
+                before = np.zeros_like(before) if self.overlapped else before
                 before[~possible[source] | (before >= slack_s)] = math.inf
                 least = self.prices.least_of(pair, before, added)
                 taken += self._tasks[source] | self._tasks[target]
             total, largest = total + least, max(largest, least)
-        return total if taken.max() <= 1 else largest
+        return total if taken.max() <= 1 and not self.overlapped else largest
 
     def _sync_bounds(self, model_stage: ModelStage, part: _Part) -> tuple[Floats | None, Mask | None, Pair | None]:
         """(seconds of synchronization per row when apart, rows that could share parameters, the pair)."""
         for pair in self.prices.pairs:
             if pair[1] == model_stage and pair[0] in part.rows:
-                return *self.prices.apart(pair, part.rows[pair[0]]), pair
+                alone, alike = self.prices.apart(pair, part.rows[pair[0]])
+                return alone, None if self._must_part(*pair, ()) else alike, pair
         return None, None, None
 
     def _ordered(self, table: Candidates, entries: Sequence[tuple[Floats, bool]]) -> "list[tuple[int, bool, float]]":
@@ -417,12 +458,14 @@ class Combiner:
     def _must_part(self, x: ModelStage, y: ModelStage, apart: Sequence[ModelStage]) -> bool:
         if x.stage == y.stage or (self.placement is Placement.DISJOINT and x.role != y.role):
             return True
+        if self.overlapped and Stage.GENERATION in (x.stage, y.stage):
+            return True
         return (x == self.crosser and y in apart) or (y == self.crosser and x in apart)
 
     def _finish(self, part: _Part) -> None:
         """Place a complete choice so that the shared wave is as short as can be; keep it where it is the fastest."""
         for waves, apart in self._wave_options(part):
-            if float(waves.sum()) + part.sync_seconds >= self.best_seconds:
+            if float(self._step(waves)) + part.sync_seconds >= self.best_seconds:
                 return
             spans = self._placer.place(part.blocks, self._conflicts(part, apart))
             if spans is None:
@@ -434,6 +477,7 @@ class Combiner:
                 shared=part.shared,
                 wave_seconds=tuple(waves.tolist()),
                 sync_seconds=dict(part.sync),
+                overlapped=self.overlapped,
             )
             self.best_seconds = self.best.step_seconds
             self._narrow()

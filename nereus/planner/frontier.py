@@ -40,12 +40,12 @@ def carefree(table: Candidates, beside: tuple[int, int], line: Line) -> Mask:
 class Frontier:
     """The candidates of one model-stage already tried below one partial choice; what they dominate need not be.
 
-    Dominated: no better in the step's waves so far, synchronization, devices, active and idle bytes, with groups that
+    Dominated: no better in any of `waves`, synchronization, devices, active and idle bytes, with groups that
     fit wherever the other's do. Where synchronization is still to come (`is_source`), only within one shape.
     """
 
-    def __init__(self, table: Candidates, floors: Floats, sync: Floats | None, *, is_source: bool) -> None:
-        self.table, self.floors, self.is_source = table, floors, is_source
+    def __init__(self, table: Candidates, waves: Floats, sync: Floats | None, *, is_source: bool) -> None:
+        self.table, self.waves, self.is_source = table, waves, is_source
         self.sync = np.zeros(len(table)) if sync is None else sync
         self.devices = table.num_devices
         self.tried: dict[bool, list[int]] = {False: [], True: []}
@@ -59,7 +59,7 @@ class Frontier:
         rows = np.flatnonzero(hopeful & carefree)
         if len(rows) < 2:
             return rows[:0]
-        varying = (self.floors[rows] != self.floors[rows[0]]).any(axis=0)
+        varying = (self.waves[rows] != self.waves[rows[0]]).any(axis=0)
         if varying.sum() > 1:
             return rows[:0]
         kinds = [self.table.region[rows], self.table.grain[rows]]
@@ -68,7 +68,7 @@ class Frontier:
             kinds = [self.table.region[rows], self.table.shape_keys[rows]]
         elif self.sync.any():
             kinds, values = [*kinds, self.devices[rows]], self.sync[rows]
-        order = np.lexsort((values, self.floors[rows].sum(axis=1), *kinds))
+        order = np.lexsort((values, self.waves[rows].sum(axis=1), *kinds))
         changes = np.any([kind[order][1:] != kind[order][:-1] for kind in kinds], axis=0)
         group = np.concatenate([[0], np.cumsum(changes)])
         # one running minimum serves all groups: each lies below all groups before it
@@ -81,7 +81,7 @@ class Frontier:
         rows, table = np.array(self.tried[together], dtype=np.int64), self.table
         active, idle = (table.shared_active, table.shared_idle) if together else (table.active, table.idle)
         worse = (active[rows] <= active[row]) & (idle[rows] <= idle[row]) & (table.region[rows] == table.region[row])
-        worse &= (self.floors[rows] <= self.floors[row]).all(axis=1)
+        worse &= (self.waves[rows] <= self.waves[row]).all(axis=1)
         if together or self.is_source:
             for column in (table.tp, table.pp, table.dp, table.grain):
                 worse &= column[rows] == column[row]

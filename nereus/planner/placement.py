@@ -150,6 +150,11 @@ class Line:
             return False
         return not region.one_node or self.node_at(start) == self.node_at(end - 1)
 
+    def first_span(self, tp: int, groups: int, region_index: int) -> tuple[int, int] | None:
+        """(0, end) of such a block that begins at the first device, None where it does not lie in the region."""
+        end = self.end(0, tp, groups)
+        return (0, end) if end is not None and self.in_region(0, end, region_index) else None
+
     def next_span(self, position: int, tp: int, groups: int, region_index: int) -> tuple[int, int] | None:
         """(start, end) of the first such block in the region that starts at or after a position; None without one."""
         key = (position, tp, groups, region_index)
@@ -284,10 +289,10 @@ class _Arrangement:
         """(start, end) of the positions at or after `first` that block number `place` may take."""
         block, line = self.blocks[place], self.line
         if self.at_start:
-            end = line.end(0, block.grain, block.groups)
-            return [(0, end)] if end is not None and line.in_region(0, end, block.region) else []
+            span = line.first_span(block.grain, block.groups, block.region)
+            return [span] if span else []
         behind = {position for position, _ in line.runs}
-        behind.update([span[1] for span in self.spans if span is not None and span[1] >= first])
+        behind.update([span[1] for span in self.spans if span is not None])
         found: list[tuple[int, int]] = []
         for position in sorted(behind):
             span = line.next_span(position, block.grain, block.groups, block.region)

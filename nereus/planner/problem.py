@@ -54,3 +54,7 @@ class PlanningProblem:
         return Pricing(
             self.workflow, dict(self.specs), self.workload, self.precision, self.cost, self.line, self.limits.space
         )
+
+    def may_overlap(self, placement: Placement) -> bool:
+        """Whether generation may run beside the rest of the step, on devices of its own."""
+        return self.workflow.max_staleness > 0 and placement is not Placement.COLOCATED and self.line.num_devices > 1

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from nereus.plan import Layout, ModelStage, Plan, StagePlan
-from nereus.planner.bounds import Bounds
+from nereus.planner.bounds import Bounds, step_of
 from nereus.planner.candidates import RECOMPUTES, Candidate, Candidates, Floats, Ints, best_settings
 from nereus.planner.combine import Combination, Combiner, Placement
 from nereus.planner.frontier import carefree, most_beside
@@ -56,6 +56,7 @@ class Choice:
     wave_seconds: the parts of the critical path, wave after wave. sync_seconds: weight synchronizations at its end.
     idle_devices: devices of the cluster that the plan leaves without work.
     gap: share by which a faster plan might undercut this one at most; 0 where it is proven the fastest.
+    overlapped: generation of the next batch runs beside the other waves; a step lasts as long as the longer side.
     """
 
     plan: Plan
@@ -65,10 +66,12 @@ class Choice:
     placement: Placement
     idle_devices: tuple[int, ...]
     gap: float = 0.0
+    overlapped: bool = False
 
     @property
     def step_seconds(self) -> float:
-        return sum(self.wave_seconds) + sum(self.sync_seconds.values())
+        waves = step_of(np.array(self.wave_seconds), overlapped=self.overlapped)
+        return float(waves) + sum(self.sync_seconds.values())
 
 
 def search(
@@ -93,9 +96,16 @@ def search(
     if problem.limits.placement is Placement.FREE:
         placements.append(Placement.COLOCATED)
     for placement in placements:
-        found = optimum(problem, placement, restricted, budget=budget, current=current)
-        if found is not None:
-            return _choice(problem, *found, placement, current)
+        best: Choice | None = None
+        for overlapped in (True, False) if problem.may_overlap(placement) else (False,):
+            limit_s = best.step_seconds if best else math.inf
+            found = optimum(
+                problem, placement, restricted, overlapped=overlapped, budget=budget, current=current, limit_s=limit_s
+            )
+            if found is not None:
+                best = _choice(problem, *found, placement, current)
+        if best is not None:
+            return best
     return refuse(problem.pricing, problem.limits.placement)
 
 
@@ -118,41 +128,56 @@ def optimum(
     placement: Placement,
     restriction: "_Restriction | None" = None,
     *,
+    overlapped: bool = False,
     budget: int | None = None,
     current: Plan | None = None,
+    limit_s: float = math.inf,
 ) -> tuple[Combination, float] | None:
     """The fastest combination under one placement rule and the gap left unproven, or None where nothing fits.
 
-    current: where its layouts still fit, only faster combinations are looked for.
+    overlapped: generation has devices of its own and runs beside the rest of the step.
+    current: where its layouts still fit, only faster combinations are looked for. limit_s: so is nothing slower.
     """
-    restriction = restriction or _Restriction({}, {})
     if budget is None and problem.line.num_devices > EXACT_DEVICES:
         budget = BUDGET
-    sketches = _Sketches(problem, placement, restriction)
+    rule = _Rule(placement, overlapped, restriction or _Restriction({}, {}))
+    sketches = _Sketches(problem, rule)
 
     def solve(tables: Mapping[ModelStage, Candidates], limit_s: float) -> tuple[Combination | None, float]:
-        combiner = _combiner(problem, tables, placement, limit_s, budget)
+        combiner = _combiner(problem, tables, rule, limit_s, budget)
         return combiner.solve(), combiner.gap
 
-    known = solve(sketches.like(current), math.inf)[0] if current else None
-    known_s = known.step_seconds if known else math.inf
-    hopeful = _Hopeful(sketches, limit_s=known_s)
+    known = solve(sketches.like(current), limit_s)[0] if current else None
+    limit_s = known.step_seconds if known else limit_s
+    hopeful = _Hopeful(sketches, limit_s=limit_s)
     for times in WITHIN:
-        limit_s = min(times * hopeful.bound_s, known_s)
-        found, gap = solve(hopeful.tables(limit_s), limit_s)
-        if found is not None or limit_s == known_s:
+        within_s = min(times * hopeful.bound_s, limit_s)
+        found, gap = solve(hopeful.tables(within_s), within_s)
+        if found is not None or within_s == limit_s:
             break
     best = found or known
     return (best, gap) if best else None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rule:
+    """Which combinations are looked for."""
+
+    placement: Placement
+    overlapped: bool
+    restriction: _Restriction
+
+    @property
+    def in_turn(self) -> bool:
+        return self.placement is Placement.COLOCATED
+
+
 class _Sketches:
     """What every model-stage could do, under one placement rule."""
 
-    def __init__(self, problem: PlanningProblem, placement: Placement, restriction: "_Restriction") -> None:
-        self.line, self.restriction = problem.line, restriction
-        self.in_turn = placement is Placement.COLOCATED
-        self.of = {m: problem.pricing.sketch(m, in_turn=self.in_turn) for m in problem.workflow.model_stages}
+    def __init__(self, problem: PlanningProblem, rule: _Rule) -> None:
+        self.line, self.rule = problem.line, rule
+        self.of = {m: problem.pricing.sketch(m, in_turn=rule.in_turn) for m in problem.workflow.model_stages}
 
     def like(self, plan: Plan) -> dict[ModelStage, Candidates]:
         """The candidates with the layouts and data-parallel counts of a plan."""
@@ -173,10 +198,10 @@ class _Sketches:
         for m, sketch in self.of.items():
             parts = [keeping[m]]
             if sketch.trains:
-                beside = most_beside(keeping, m, {}, in_turn=self.in_turn)
+                beside = most_beside(keeping, m, {}, in_turn=self.rule.in_turn)
                 scarce = rows[m][~carefree(keeping[m], beside, self.line)]
                 parts += [sketch.candidates(scarce, recompute) for recompute in RECOMPUTES[1:]]
-            table = self.restriction.apply(Candidates.concatenate(parts))
+            table = self.rule.restriction.apply(Candidates.concatenate(parts))
             tables[m] = table.take(np.minimum(table.active, table.shared_active) <= self.line.max_capacity)
         return tables
 
@@ -192,9 +217,12 @@ class _Hopeful:
         fastest = {m: sketch.fastest for m, sketch in sketches.of.items()}
         self.rows = {m: self._alone(m, fastest, limit_s) for m in sketches.of}
         options = {m: sketch.options(self.rows[m]) for m, sketch in sketches.of.items()}
-        bounds = Bounds(options, num_devices=sketches.line.num_devices, in_turn=sketches.in_turn)
+        rule = sketches.rule
+        bounds = Bounds(
+            options, num_devices=sketches.line.num_devices, in_turn=rule.in_turn, overlapped=rule.overlapped
+        )
         nothing = np.zeros(bounds.num_waves)
-        self._bounds = {m: bounds.completions(m, {}, nothing).sum(axis=1) for m in sketches.of}
+        self._bounds = {m: step_of(bounds.completions(m, {}, nothing), overlapped=rule.overlapped) for m in sketches.of}
         self.bound_s = max(float(bounds.min(initial=math.inf)) for bounds in self._bounds.values())
 
     def _alone(self, m: ModelStage, fastest: Mapping[ModelStage, Floats], limit_s: float) -> Ints:
@@ -203,10 +231,11 @@ class _Hopeful:
         rows = np.flatnonzero(sketch.worthwhile)
         if limit_s == math.inf:
             return rows
-        if self.sketches.in_turn:
-            steps = (sketch.seconds[rows] + sum(others)).sum(axis=1)
+        if self.sketches.rule.in_turn:
+            waves = sketch.seconds[rows] + sum(others)
         else:
-            steps = np.maximum(sketch.seconds[rows], np.maximum.reduce(others)).sum(axis=1)
+            waves = np.maximum(sketch.seconds[rows], np.maximum.reduce(others))
+        steps = step_of(waves, overlapped=self.sketches.rule.overlapped)
         kept: Ints = rows[steps < limit_s]
         return kept
 
@@ -217,7 +246,7 @@ class _Hopeful:
 def _combiner(
     problem: PlanningProblem,
     tables: Mapping[ModelStage, Candidates],
-    placement: Placement,
+    rule: _Rule,
     limit_s: float,
     budget: int | None,
 ) -> Combiner:
@@ -226,7 +255,8 @@ def _combiner(
         {m: best_settings(table) for m, table in tables.items()},
         syncs=problem.workflow.syncs,
         sync_price=problem.pricing.sync_price,
-        placement=placement,
+        placement=rule.placement,
+        overlapped=rule.overlapped,
         limit_s=limit_s,
         budget=budget,
     )
@@ -248,6 +278,7 @@ def _choice(
         placement=placement,
         idle_devices=tuple(d for d in problem.cluster.device_ids if d not in used),
         gap=gap,
+        overlapped=found.overlapped,
     )
 
 

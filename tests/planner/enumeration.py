@@ -104,10 +104,10 @@ class Row:
         return picked
 
 
-def optimum(cluster, tables, *, syncs, sync_price, capacity, placement):
+def optimum(cluster, tables, *, syncs, sync_price, capacity, placement, overlapped=False):
     """(step seconds, combinations tried) of the fastest combination that fits; seconds infinite where none does.
 
-    capacity: usable bytes by device id.
+    capacity: usable bytes by device id. overlapped: generation has devices of its own, beside the rest of the step.
     """
     devices = line(cluster)
     in_turn = placement == "colocated"
@@ -127,13 +127,13 @@ def optimum(cluster, tables, *, syncs, sync_price, capacity, placement):
     *outer, inner = rows
     for picks in itertools.product(*(range(row.count) for row in outer)):
         whole = [*(row.pick(i) for row, i in zip(outer, picks, strict=True)), inner]
-        seconds = step_seconds(whole, tables, syncs, prices, room, placement)
+        seconds = step_seconds(whole, tables, syncs, prices, room, placement, overlapped)
         tried += len(seconds)
         best = min(best, float(seconds.min()))
     return best, tried
 
 
-def step_seconds(rows, tables, syncs, prices, room, placement):
+def step_seconds(rows, tables, syncs, prices, room, placement, overlapped):
     """Step seconds of every choice (broadcast over the rows); infinite where it does not fit."""
     number, span, cover = (
         {m: getattr(row, name)[m] for row in rows for m in row.members} for name in ("number", "span", "cover")
@@ -147,7 +147,7 @@ def step_seconds(rows, tables, syncs, prices, room, placement):
             same = same & (getattr(tables[source], name)[a] == getattr(tables[target], name)[b])
         shared[target] = same
         total = total + np.where(same, 0.0, prices[source, target][a, b])
-    idle, peak, load, roles = 0, 0, 0.0, {}
+    idle, peak, load, roles, sides = 0, 0, 0.0, {}, {}
     for m, table in tables.items():
         i, covered = number[m], cover[m]
         held = np.where(shared[m], table.shared_idle[i], table.idle[i])
@@ -156,8 +156,15 @@ def step_seconds(rows, tables, syncs, prices, room, placement):
         peak = np.maximum(peak, (active - held)[:, None] * covered)
         load = load + table.seconds[i][:, :, None] * covered[:, None, :]
         roles[m.role] = roles.get(m.role, False) | covered
-    total = total + load.max(axis=2).sum(axis=1)
+        generates = m.stage == Stage.GENERATION
+        sides[generates] = sides.get(generates, False) | covered
     bad = (idle + peak > room).any(axis=1)
+    generation, *others = load.max(axis=2).T
+    if overlapped:
+        total = total + np.maximum(generation, sum(others))
+        bad = bad | (sides[True] & sides[False]).any(axis=1)
+    else:
+        total = total + generation + sum(others)
     if placement == "disjoint":
         bad = bad | (sum(r.astype(int) for r in roles.values()) > 1).any(axis=1)
     return np.where(bad, math.inf, total)

@@ -20,11 +20,12 @@ def capacities(line):
     return {device.id: line.capacity_at(place) for place, device in enumerate(line.devices)}
 
 
-def combine_and_enumerate(seed):
+def combine_and_enumerate(seed, *, overlapped=False):
     cluster, line, tables, syncs, sync_price, placement = random_tables(seed)
-    found = Combiner(line, tables, syncs=syncs, sync_price=sync_price, placement=placement).solve()
+    rule = dict(placement=placement, overlapped=overlapped and placement != "colocated")
+    found = Combiner(line, tables, syncs=syncs, sync_price=sync_price, **rule).solve()
     best, _ = enumeration.optimum(
-        cluster, tables, syncs=syncs, sync_price=sync_price.matrix, capacity=capacities(line), placement=placement
+        cluster, tables, syncs=syncs, sync_price=sync_price.matrix, capacity=capacities(line), **rule
     )
     return (found.step_seconds if found else math.inf), best
 
@@ -36,12 +37,27 @@ def test_the_optimum_of_arbitrary_tables_is_found(first):
         assert found == best or math.isclose(found, best, rel_tol=1e-9), seed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 1400, 50))
-def test_the_optimum_of_many_more_tables_is_found(first):
-    for seed in range(first, first + 50):
-        found, best = combine_and_enumerate(seed)
+@pytest.mark.parametrize("first", range(40, 80, 10))
+def test_the_optimum_is_found_where_generation_overlaps_the_rest(first):
+    for seed in range(first, first + 10):
+        found, best = combine_and_enumerate(seed, overlapped=True)
         assert found == best or math.isclose(found, best, rel_tol=1e-9), seed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("first", range(1000, 1400, 50))
+def test_the_optimum_of_many_more_tables_is_found(first, overlapped):
+    for seed in range(first, first + 50):
+        found, best = combine_and_enumerate(seed, overlapped=overlapped)
+        assert found == best or math.isclose(found, best, rel_tol=1e-9), seed
+
+
+@pytest.mark.parametrize("seed", [1029, 1033])
+def test_blocks_that_fit_only_behind_a_gap_and_on_slower_devices_are_found(seed):
+    found, best = combine_and_enumerate(seed)
+    assert best < math.inf
+    assert math.isclose(found, best, rel_tol=1e-9)
 
 
 def enumerated(problem, placement):
