@@ -115,6 +115,7 @@ class Combiner:
         self.best: Combination | None = None
         self.best_seconds = limit_s
         self._placer = Placer(line, at_start=self.in_turn)
+        self._ends_matter = self.in_turn and len(line.regions) > 2
         self.budget = math.inf if budget is None else budget
         self.bound_s = 0.0
         self.num_expanded = 0
@@ -142,13 +143,7 @@ class Combiner:
     def _possible(self, table: Candidates) -> Candidates:
         """The candidates that could run on the line if they had it alone."""
         least = np.minimum(table.active, table.shared_active)
-        possible = (table.num_devices <= self.line.num_devices) & (least <= self.line.max_capacity)
-        if self.in_turn:
-            kinds = np.stack([table.grain, table.num_devices // table.grain, table.region], axis=1)
-            kinds, number = np.unique(kinds, axis=0, return_inverse=True)
-            begins = [self.line.first_span(*kind) is not None for kind in kinds.tolist()]
-            possible &= np.array(begins, dtype=bool)[number]
-        return table.take(possible)
+        return table.take((table.num_devices <= self.line.num_devices) & (least <= self.line.max_capacity))
 
     def _step(self, waves: Floats) -> Floats:
         """[...]: seconds of a step, without synchronizations, of waves [..., waves]."""
@@ -208,7 +203,7 @@ class Combiner:
             table,
             self._compared(model_stage, part, floors),
             alone,
-            is_source=any(model_stage == source for source, _ in self.syncs),
+            by_shape=any(model_stage == source for source, _ in self.syncs) or self._ends_matter,
         )
         apart = bounds if alone is None else bounds + alone
         beside = most_beside(self.tables, model_stage, part.rows, in_turn=self.in_turn)

@@ -40,12 +40,13 @@ def carefree(table: Candidates, beside: tuple[int, int], line: Line) -> Mask:
 class Frontier:
     """The candidates of one model-stage already tried below one partial choice; what they dominate need not be.
 
-    Dominated: no better in any of `waves`, synchronization, devices, active and idle bytes, with groups that
-    fit wherever the other's do. Where synchronization is still to come (`is_source`), only within one shape.
+    Dominated: no better in any of `waves`, synchronization, devices, active and idle bytes, with groups that fit wherever
+    the other's do. by_shape: only within one shape; where synchronization is still to come, or where blocks begin at one
+    device and their ends decide on which types they run.
     """
 
-    def __init__(self, table: Candidates, waves: Floats, sync: Floats | None, *, is_source: bool) -> None:
-        self.table, self.waves, self.is_source = table, waves, is_source
+    def __init__(self, table: Candidates, waves: Floats, sync: Floats | None, *, by_shape: bool) -> None:
+        self.table, self.waves, self.by_shape = table, waves, by_shape
         self.sync = np.zeros(len(table)) if sync is None else sync
         self.devices = table.num_devices
         self.tried: dict[bool, list[int]] = {False: [], True: []}
@@ -64,7 +65,7 @@ class Frontier:
             return rows[:0]
         kinds = [self.table.region[rows], self.table.grain[rows]]
         values = self.devices[rows].astype(np.float64)
-        if self.is_source:
+        if self.by_shape:
             kinds = [self.table.region[rows], self.table.shape_keys[rows]]
         elif self.sync.any():
             kinds, values = [*kinds, self.devices[rows]], self.sync[rows]
@@ -82,7 +83,7 @@ class Frontier:
         active, idle = (table.shared_active, table.shared_idle) if together else (table.active, table.idle)
         worse = (active[rows] <= active[row]) & (idle[rows] <= idle[row]) & (table.region[rows] == table.region[row])
         worse &= (self.waves[rows] <= self.waves[row]).all(axis=1)
-        if together or self.is_source:
+        if together or self.by_shape:
             for column in (table.tp, table.pp, table.dp, table.grain):
                 worse &= column[rows] == column[row]
         else:

@@ -13,7 +13,7 @@ import bisect
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -150,11 +150,6 @@ class Line:
             return False
         return not region.one_node or self.node_at(start) == self.node_at(end - 1)
 
-    def first_span(self, tp: int, groups: int, region_index: int) -> tuple[int, int] | None:
-        """(0, end) of such a block that begins at the first device, None where it does not lie in the region."""
-        end = self.end(0, tp, groups)
-        return (0, end) if end is not None and self.in_region(0, end, region_index) else None
-
     def next_span(self, position: int, tp: int, groups: int, region_index: int) -> tuple[int, int] | None:
         """(start, end) of the first such block in the region that starts at or after a position; None without one."""
         key = (position, tp, groups, region_index)
@@ -255,10 +250,10 @@ def line_of(cluster: Cluster, memory_cap_bytes: int | None, headroom: float) -> 
 class _Arrangement:
     """Blocks placed so far, from left to right."""
 
-    __slots__ = ("at_start", "blocks", "conflicts", "hopeless", "line", "spans")
+    __slots__ = ("blocks", "conflicts", "hopeless", "line", "spans")
 
-    def __init__(self, line: Line, blocks: Sequence[Block], conflicts: Sequence[int], *, at_start: bool) -> None:
-        self.line, self.blocks, self.conflicts, self.at_start = line, blocks, conflicts, at_start
+    def __init__(self, line: Line, blocks: Sequence[Block], conflicts: Sequence[int]) -> None:
+        self.line, self.blocks, self.conflicts = line, blocks, conflicts
         self.spans: list[tuple[int, int] | None] = [None] * len(blocks)
         self.hopeless: set[tuple[tuple[int, int] | None, ...]] = set()
 
@@ -288,9 +283,6 @@ class _Arrangement:
     def options(self, place: int, first: int) -> list[tuple[int, int]]:
         """(start, end) of the positions at or after `first` that block number `place` may take."""
         block, line = self.blocks[place], self.line
-        if self.at_start:
-            span = line.first_span(block.grain, block.groups, block.region)
-            return [span] if span else []
         behind = {position for position, _ in line.runs}
         behind.update([span[1] for span in self.spans if span is not None])
         found: list[tuple[int, int]] = []
@@ -301,6 +293,16 @@ class _Arrangement:
             if span[0] >= first and (not found or found[-1] != span):
                 found.append(span)
         return found
+
+    def begin_at(self, start: int) -> bool:
+        """Place all blocks at one start; leaves their spans set where memory suffices."""
+        self.spans = [None] * len(self.blocks)
+        for place, block in enumerate(self.blocks):
+            end = self.line.end(start, block.grain, block.groups)
+            if end is None or not self.admits(place, start, end):
+                return False
+            self.spans[place] = (start, end)
+        return True
 
     def solve(self, left: int, first: int) -> bool:
         """Place all blocks of the mask `left` at or after `first`; leaves their spans set where it succeeds."""
@@ -326,14 +328,44 @@ class _Arrangement:
 def place(line: Line, blocks: Sequence[Block], conflicts: Sequence[int], *, at_start: bool = False) -> Spans | None:
     """(start, end) of every block, or None where they do not fit together.
 
-    conflicts: for each block the mask of block indices it must not overlap. at_start: all begin at the first device.
+    conflicts: for each block the mask of block indices it must not overlap.
+    at_start: all begin at one device, the first at which all can.
     """
-    if not at_start and not (_enough_memory(line, blocks) and _enough_devices(line, blocks, conflicts)):
-        return None
-    arrangement = _Arrangement(line, blocks, conflicts, at_start=at_start)
-    if not arrangement.solve((1 << len(blocks)) - 1, 0):
-        return None
-    return tuple(span for span in arrangement.spans if span is not None)
+    arrangement = _Arrangement(line, blocks, conflicts)
+    if at_start:
+        found = any(arrangement.begin_at(start) for start in _common_starts(line, blocks))
+    else:
+        found = (
+            _enough_memory(line, blocks)
+            and _enough_devices(line, blocks, conflicts)
+            and arrangement.solve((1 << len(blocks)) - 1, 0)
+        )
+    return tuple(span for span in arrangement.spans if span is not None) if found else None
+
+
+def _common_starts(line: Line, blocks: Sequence[Block]) -> Iterator[int]:
+    """The first position at or after the beginning of each run of equal devices where every block may begin.
+
+    Later ones of a run have nothing that the first has not: all blocks only end further to the right.
+    """
+    for first, _ in line.runs:
+        start = _common_start(line, blocks, first)
+        if start is None:
+            return
+        yield start
+
+
+def _common_start(line: Line, blocks: Sequence[Block], position: int) -> int | None:
+    while True:
+        furthest = position
+        for block in blocks:
+            span = line.next_span(position, block.grain, block.groups, block.region)
+            if span is None:
+                return None
+            furthest = max(furthest, span[0])
+        if furthest == position:
+            return position
+        position = furthest
 
 
 class Placer:

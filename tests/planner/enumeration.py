@@ -54,13 +54,13 @@ def regions(devices):
     return [(name, inside) for name in names for inside in (True, False)]
 
 
-def positions(devices, candidate, *, at_start):
-    """Every span where a candidate may lie: the region it was priced for must be right."""
+def positions(devices, candidate):
+    """Every span where a candidate may lie: it begins with its first group, in the region it was priced for."""
     name, inside = regions(devices)[candidate.region]
     found = []
-    for start in range(1 if at_start else len(devices)):
+    for start in range(len(devices)):
         span = block(devices, start, candidate.grain, candidate.num_groups)
-        if span is None:
+        if span is None or devices[start][1] != devices[start + candidate.grain - 1][1]:
             continue
         one_node = devices[span[0]][1] == devices[span[-1]][1]
         if devices[span[-1]][2] == name and (one_node or not inside):
@@ -73,10 +73,10 @@ def row_choices(devices, tables, members, *, in_turn):
     options = []
     for m in members:
         table = tables[m]
-        options.append([(i, s) for i in range(len(table)) for s in positions(devices, table[i], at_start=in_turn)])
+        options.append([(i, s) for i in range(len(table)) for s in positions(devices, table[i])])
     for choice in itertools.product(*options):
         taken = [p for _, span in choice for p in span]
-        if in_turn or len(set(taken)) == len(taken):
+        if len({span[0] for _, span in choice}) == 1 if in_turn else len(set(taken)) == len(taken):
             yield choice
 
 
@@ -165,6 +165,10 @@ def step_seconds(rows, tables, syncs, prices, room, placement, overlapped):
         bad = bad | (sides[True] & sides[False]).any(axis=1)
     else:
         total = total + generation + sum(others)
+    if placement == "colocated":
+        first = next(iter(span.values()))[:, 0]
+        for other in span.values():
+            bad = bad | (other[:, 0] != first)
     if placement == "disjoint":
         bad = bad | (sum(r.astype(int) for r in roles.values()) > 1).any(axis=1)
     return np.where(bad, math.inf, total)
