@@ -40,9 +40,9 @@ def carefree(table: Candidates, beside: tuple[int, int], line: Line) -> Mask:
 class Frontier:
     """The candidates of one model-stage already tried below one partial choice; what they dominate need not be.
 
-    Dominated: no better in any of `waves`, synchronization, devices, active and idle bytes, with groups that fit wherever
-    the other's do. by_shape: only within one shape; where synchronization is still to come, or where blocks begin at one
-    device and their ends decide on which types they run.
+    Dominated: no better in any of `waves`, synchronization, devices, active and idle bytes, with groups that fit
+    wherever the other's do. by_shape: only within one shape; where synchronization is still to come, or where blocks
+    begin at one device and their ends decide on which types they run.
     """
 
     def __init__(self, table: Candidates, waves: Floats, sync: Floats | None, *, by_shape: bool) -> None:
