@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import nereus.plan  # noqa: F401  the function below takes the module's place as an attribute, not in imports
 
 if TYPE_CHECKING:
+    from nereus.cluster import Cluster
     from nereus.planner.api import PlanResult
     from nereus.training import TrainResult
 
@@ -32,11 +33,13 @@ def train(recipe: str | Path, overrides: Sequence[str] = ()) -> "TrainResult":
     return run_training(load_config(Path(recipe), list(overrides)), Lines(Console()))
 
 
-def plan(model: str, cluster: str, **options: Any) -> "PlanResult":
+def plan(model: str, cluster: "str | Cluster", **options: Any) -> "PlanResult":
     """The fastest plan of a job on a cluster that fits, or why there is none; options as in `nereus.planner.api.plan`.
 
-    model: HF folder, config.json or built-in name; cluster: `8x8xh200` or a YAML file.
+    model: HF folder, config.json or built-in name; cluster: `8x8xh200`, a YAML file, `local` (what this machine has),
+    `ray` (the running Ray cluster), `ray:HOST:PORT` or `ray://HOST:PORT`.
     """
+    from nereus.discovery import find_cluster
     from nereus.planner.api import plan as find_plan
 
-    return find_plan(model, cluster, **options)
+    return find_plan(model, find_cluster(cluster) if isinstance(cluster, str) else cluster, **options)

@@ -1,6 +1,6 @@
 """Devices, nodes and links: what a plan is placed on. Values only.
 
-A cluster is written `8x8xh200` (nodes x devices x type), given as YAML, or found by a runtime.
+A cluster is written `8x8xh200` (nodes x devices x type), given as YAML, or found (`nereus.discovery`).
 """
 
 import dataclasses
@@ -122,11 +122,13 @@ ACCELERATORS = {
     for a in (
         _accelerator("cpu", 0.16, 4, 4.0, 4.0, 1.0),
         _accelerator("v100", 125, 32, 900, 150, 3.1),
+        _accelerator("t4", 65, 16, 320, 16, 3.1),
         _accelerator("a10", 125, 24, 600, 32, 3.1),
         _accelerator("a100-40gb", 312, 40, 1555, 300, 25),
         _accelerator("a100", 312, 80, 2039, 300, 25),
         _accelerator("a100-pcie", 312, 80, 1935, 32, 25),
         _accelerator("a800", 312, 80, 2039, 200, 25),
+        _accelerator("l4", 121, 24, 300, 32, 3.1),
         _accelerator("l40s", 362, 48, 864, 32, 25),
         _accelerator("h20", 148, 96, 4000, 450, 50),
         _accelerator("h100", 989, 80, 3350, 450, 50),
@@ -144,9 +146,9 @@ ACCELERATORS = {
         _accelerator("mi325x", 1300, 256, 6000, 448, 50),
     )
 }
-"""Dense bf16 peaks (fp16 for `v100`; fp32 for `cpu`, one core of the kind measured in the project's facts), memory, and
-link bandwidths per device in one direction: the vendors' data sheets as collected in the published hardware table
-(aiconfigurator systems files, ml-engineering's accelerator and network pages). `mi250x` is one of its two dies,
+"""Dense bf16 peaks (fp16 for `v100` and `t4`; fp32 for `cpu`, one core of the kind measured in the project's facts),
+memory, and link bandwidths per device in one direction: the vendors' data sheets as collected in the published hardware
+table (aiconfigurator systems files, ml-engineering's accelerator and network pages). `mi250x` is one of its two dies,
 `h100-96gb` the 500 W part with slower memory."""
 
 ALIASES = {
@@ -161,8 +163,15 @@ ALIASES = {
     "h200-sxm": "h200",
     "h200-141gb": "h200",
     "v100-32gb": "v100",
+    "gh200-480gb": "gh200",
+    "a100-40g": "a100-40gb",
+    "a100-80g": "a100",
+    "a100-80gb-pcie": "a100-pcie",
+    "mi250x-mi250": "mi250x",
+    "mi300x-oam": "mi300x",
+    "mi325x-oam": "mi325x",
 }
-"""Other spellings that users write."""
+"""Other spellings that users, drivers and Ray write."""
 
 MIG_OR_VENDOR = re.compile(r"nvidia|amd|instinct|geforce|tesla|graphics|\bsxm\d?\b|\bhbm\w*\b", re.IGNORECASE)
 
@@ -172,12 +181,47 @@ def known_accelerator(name: str) -> Accelerator:
 
     Raises ClusterError listing the known names.
     """
-    plain = "-".join(MIG_OR_VENDOR.sub(" ", name.replace("-", " ")).lower().split())
-    for candidate in (name.strip().lower(), plain):
+    for candidate in (name.strip().lower(), plain_name(name)):
         candidate = ALIASES.get(candidate, candidate)
         if candidate in ACCELERATORS:
             return ACCELERATORS[candidate]
     raise ClusterError(f"unknown accelerator type {name!r}; known: {', '.join(ACCELERATORS)}")
+
+
+def plain_name(name: str) -> str:
+    """`h100-80gb` of `NVIDIA H100 80GB HBM3`: lower case, words joined by hyphens, without vendor and form factor."""
+    return "-".join(MIG_OR_VENDOR.sub(" ", name.replace("-", " ")).lower().split())
+
+
+def similar_accelerator(
+    name: str, *, memory_bytes: int | None = None, memory_bytes_per_s: float | None = None
+) -> Accelerator:
+    """The table's accelerator of a name, or one described by what is told and by the nearest that the table knows.
+
+    Nearest: of the same model (`A100-PCIE-40GB` and `a100-40gb`), or else of all, by the logarithms of memory and
+    bandwidth. Raises ClusterError where the model is unknown and nothing is told.
+    """
+    try:
+        return known_accelerator(name)
+    except ClusterError:
+        model = _model_of(plain_name(name))
+        family = [a for a in ACCELERATORS.values() if _model_of(a.name) == model]
+        if not family and memory_bytes is None:
+            raise
+    told = {"memory_bytes": memory_bytes, "memory_bytes_per_s": memory_bytes_per_s}
+    figures: dict[str, Any] = {field: value for field, value in told.items() if value is not None}
+
+    def distance(known: Accelerator) -> float:
+        return math.hypot(*(math.log(value / getattr(known, field)) for field, value in figures.items()))
+
+    nearest = min(family or [a for a in ACCELERATORS.values() if a.name != "cpu"], key=distance)
+    return dataclasses.replace(nearest, name=plain_name(name), **figures)
+
+
+def _model_of(plain: str) -> str:
+    """`a100` of `a100-pcie`, `a10` of `a10g`: the leading word up to its number."""
+    match = re.match(r"[a-z]+\d+", plain)
+    return match[0] if match else plain
 
 
 def log_distance(a: Accelerator, b: Accelerator) -> float:
@@ -190,7 +234,7 @@ def parse_cluster(text: str) -> Cluster:
     """The cluster of `8x8xh200`: nodes x devices per node x type."""
     match = _SHORT.match(text.strip())
     if not match:
-        raise ClusterError(f"cluster {text!r}: write NODESxDEVICESxTYPE such as 8x8xh200, or give a YAML file")
+        raise ClusterError(f"cluster {text!r}: write NODESxDEVICESxTYPE such as 8x8xh200, a YAML file, local or ray")
     try:
         accelerator = known_accelerator(match[3])
     except ClusterError as error:
@@ -304,6 +348,20 @@ def _count(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ClusterError(f"{where} is {value!r}; it must be a whole number of at least 1")
     return value
+
+
+def cluster_of(places: Iterable[tuple[str, Accelerator, int | None]], *, cores_per_node: int | None = None) -> Cluster:
+    """Device after device: its node, its type, and its memory in bytes where that differs from the type's.
+
+    cores_per_node: processor cores of a node, which its CPU workers share; of no matter to other types.
+    """
+    found = list(places)
+    devices = tuple(
+        Device(number, node, accelerator.name, memory_bytes or accelerator.memory_bytes)
+        for number, (node, accelerator, memory_bytes) in enumerate(found)
+    )
+    kinds = {accelerator.name: accelerator for _, accelerator, _ in found}
+    return Cluster(devices, tuple(kinds.values()), cores_per_node if "cpu" in kinds else None)
 
 
 def uniform_cluster(

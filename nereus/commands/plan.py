@@ -5,16 +5,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from nereus import plan as find_plan
 from nereus.planner.api import load_lengths
-from nereus.planner.api import plan as find_plan
 from nereus.planner.report import show
 
 EXIT_INFEASIBLE = 1
+CLUSTER_HELP = """NODESxDEVICESxTYPE such as 8x8xh200, a YAML file, local (what this machine has), ray (the Ray cluster
+that runs here), ray:HOST:PORT or ray://HOST:PORT."""
 
 
 def plan(
     model: Annotated[str, typer.Option(help="Actor: HF folder, config.json or built-in name (llama-3.1-8b).")],
-    cluster: Annotated[str, typer.Option(help="NODESxDEVICESxTYPE such as 8x8xh200, or a YAML file.")],
+    cluster: Annotated[str, typer.Option(help=CLUSTER_HELP)],
     algorithm: Annotated[str, typer.Option(help="ppo, grpo or remax.")] = "ppo",
     batch: Annotated[int, typer.Option(help="Prompts of a step.")] = 512,
     prompt: Annotated[float, typer.Option(help="Tokens of a prompt.")] = 1024,
@@ -43,7 +45,7 @@ def plan(
         model, cluster, algorithm=algorithm, batch=batch, prompt=prompt,
         response=load_lengths(lengths) if lengths else response, n=n, mini_batches=mini_batches, memory_gb=memory_gb,
         placement=placement, critic=critic, reward=reward, reference=reference, dtype=dtype,
-        explain=explain or json_file is not None, compare=compare,
+        alternatives=json_file is not None, explain=explain, compare=compare,
     )  # fmt: skip
     if json_file != "-":
         show(result, Console())

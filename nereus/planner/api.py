@@ -134,6 +134,28 @@ def plan(
     model: str | ModelSpec,
     cluster: str | Cluster,
     *,
+    alternatives: bool = False,
+    explain: bool = False,
+    compare: str | Mapping[str, str] | None = None,
+    current: Plan | None = None,
+    **job: Any,
+) -> PlanResult:
+    """The best plan of a job on a cluster, or why there is none.
+
+    job: further arguments of `problem_for`. alternatives: find runners-up too; explain: and what kept faster settings
+    out. compare: a plan to price as well. current: among equally fast placements take the one that moves least.
+    Raises InputError where what is asked cannot be read.
+    """
+    return plan_problem(
+        problem_for(model, cluster, **job),
+        alternatives=alternatives, explain=explain, compare=compare, current=current,
+    )  # fmt: skip
+
+
+def problem_for(
+    model: str | ModelSpec,
+    cluster: str | Cluster,
+    *,
     algorithm: str = "ppo",
     batch: int = 512,
     prompt: float = 1024,
@@ -147,45 +169,15 @@ def plan(
     reference: str | ModelSpec | None = None,
     dtype: str = "bfloat16",
     paper_space: bool = False,
-    explain: bool = False,
-    compare: str | Mapping[str, str] | None = None,
-    current: Plan | None = None,
-    calibration: Calibration | None = None,
-) -> PlanResult:
-    """The best plan of a job on a cluster, or why there is none.
-
-    model, critic, reward, reference: HF folder, config.json or built-in name; the last three default to the actor's
-    shape (`reward` to no reward model). response: mean tokens, or a distribution. memory_gb: devices count as having
-    no more. compare: a plan to price as well. Raises InputError where what is asked cannot be read.
-    """
-    problem = problem_for(
-        model, cluster, algorithm=algorithm, batch=batch, prompt=prompt, response=response, n=n,
-        mini_batches=mini_batches, memory_gb=memory_gb, placement=placement, critic=critic, reward=reward,
-        reference=reference, dtype=dtype, paper_space=paper_space, calibration=calibration,
-    )  # fmt: skip
-    return plan_problem(problem, explain=explain, compare=compare, current=current)
-
-
-def problem_for(
-    model: str | ModelSpec,
-    cluster: str | Cluster,
-    *,
-    algorithm: str,
-    batch: int,
-    prompt: float,
-    response: float | Lengths,
-    n: int = 1,
-    mini_batches: int = 1,
-    memory_gb: float | None = None,
-    placement: str | Placement = Placement.FREE,
-    critic: str | ModelSpec | None = None,
-    reward: str | ModelSpec | None = None,
-    reference: str | ModelSpec | None = None,
-    dtype: str = "bfloat16",
-    paper_space: bool = False,
     calibration: Calibration | None = None,
 ) -> PlanningProblem:
-    """The planning problem that the arguments of `plan` describe."""
+    """The planning problem of a job on a cluster.
+
+    model, critic, reward, reference: HF folder, config.json or built-in name; the last three default to the actor's
+    shape (`reward` to no reward model). batch: prompts of a step; n: samples of each; prompt: tokens; response: mean
+    tokens, or a distribution. memory_gb: devices count as having no more. Raises InputError where something cannot be
+    read.
+    """
     for name, value in (("batch", batch), ("prompt", prompt), ("n", n), ("mini_batches", mini_batches)):
         if value < 1:
             raise ConfigError(name, f"{value} given; at least 1 is needed")
@@ -251,27 +243,32 @@ def load_lengths(path: str | Path) -> Lengths:
 def plan_problem(
     problem: PlanningProblem,
     *,
+    alternatives: bool = False,
     explain: bool = False,
     compare: str | Mapping[str, str] | None = None,
     current: Plan | None = None,
 ) -> PlanResult:
-    """Search a problem, and price what stands beside the choice."""
+    """Search a problem, and price what stands beside the choice; arguments as in `plan`."""
     found = search(problem, current=current)
     compared = price(problem, parse_plan(problem, compare, found)) if compare else None
     if isinstance(found, Refusal):
         return PlanResult(problem, None, None, found, compared=compared)
-    in_turn = found.placement is Placement.COLOCATED
-    settings = {m: (s.micro_batch, s.recompute) for m, s in found.settings.items()}
     return PlanResult(
         problem,
         choice=found,
-        price=price(problem, found.plan, settings, in_turn=in_turn),
+        price=price_choice(problem, found),
         refusal=None,
-        alternatives=tuple(runners_up(problem, found)) if explain else (),
+        alternatives=tuple(runners_up(problem, found)) if alternatives or explain else (),
         excluded=tuple(tempting(problem, found)) if explain else (),
         compared=compared,
         notes=tuple(_notes(problem, found)),
     )
+
+
+def price_choice(problem: PlanningProblem, choice: Choice) -> PlanPrice:
+    """The price of a choice's plan under its settings: its step, by another way than the search's."""
+    settings = {m: (s.micro_batch, s.recompute) for m, s in choice.settings.items()}
+    return price(problem, choice.plan, settings, in_turn=choice.placement is Placement.COLOCATED)
 
 
 def parse_plan(problem: PlanningProblem, text: str | Mapping[str, str], found: Choice | Refusal) -> Plan:
@@ -301,9 +298,8 @@ def runners_up(problem: PlanningProblem, choice: Choice) -> list[Alternative]:
     for model_stage, stage_plan in choice.plan.stages:
         other = search(problem, current=choice.plan, excluded={model_stage: (stage_plan.layout, stage_plan.dp)})
         if isinstance(other, Choice) and other.plan not in found:
-            settings = {m: (s.micro_batch, s.recompute) for m, s in other.settings.items()}
             note = f"{model_stage} as {other.plan[model_stage].shape} instead of {stage_plan.shape}"
-            found[other.plan] = Alternative(price(problem, other.plan, settings), note)
+            found[other.plan] = Alternative(price_choice(problem, other), note)
     return sorted(found.values(), key=lambda a: a.price.step_seconds)
 
 

@@ -9,6 +9,7 @@ among themselves.
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import signal
@@ -26,7 +27,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import nereus
-from nereus.cluster import ACCELERATORS, Accelerator, Cluster, Device, known_accelerator
+from nereus.cluster import ACCELERATORS, Accelerator, Cluster, cluster_of, similar_accelerator
 from nereus.errors import ClusterError, NereusError, WorkerError
 from nereus.monitor.supply import Supply, SupplyView
 from nereus.plan import format_devices
@@ -121,20 +122,7 @@ class RayPool(Pool):
         self._slots = SlotMap(self._settings.num_workers, nodes)
 
     def _living_nodes(self) -> list[Node]:
-        """The nodes that have GPUs, or processor slots."""
-        kind = "GPU" if self._settings.device == "cuda" else "CPU"
-        draining = ray._private.state.state.get_draining_nodes()  # Ray has no public name for it
-        return [
-            Node(
-                node["NodeID"],
-                node["NodeManagerAddress"],
-                int(node["Resources"][kind]),
-                _accelerator(node["Resources"], kind),
-                draining[node["NodeID"]] / 1000 if node["NodeID"] in draining else None,
-            )
-            for node in ray.nodes()
-            if node["Alive"] and node["Resources"].get(kind, 0) >= 1
-        ]
+        return living_nodes("GPU" if self._settings.device == "cuda" else "CPU")
 
     def supply(self) -> SupplyView:
         """What the cluster has for this job now; slots that have joined get their device ids here."""
@@ -269,13 +257,10 @@ class RayPool(Pool):
         unknown = Slot("node0", "", ACCELERATORS["cpu"])
         slots = self._slots.slots if self._slots else (unknown,) * self._settings.num_workers
         cap = self._settings.memory_bytes
-        devices = tuple(
-            Device(device, slot.node, slot.accelerator.name, cap or slot.accelerator.memory_bytes)
-            for device, slot in enumerate(slots)
+        return cluster_of(
+            ((slot.node, slot.accelerator, cap) for slot in slots),
+            cores_per_node=self._settings.cores_per_node or os.cpu_count(),
         )
-        kinds = {slot.accelerator.name: slot.accelerator for slot in slots}
-        cores = (self._settings.cores_per_node or os.cpu_count()) if "cpu" in kinds else None
-        return Cluster(devices, tuple(kinds.values()), cores)
 
     def close(self) -> None:
         if self._actors:
@@ -296,6 +281,41 @@ class RaySupply(Supply):
         return self._pool.supply()
 
 
+def living_nodes(kind: str) -> list[Node]:
+    """The nodes of the joined cluster that have GPUs (`GPU`), or processor slots (`CPU`)."""
+    draining = ray._private.state.state.get_draining_nodes()  # Ray has no public name for it
+    return [
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            int(node["Resources"][kind]),
+            _accelerator(node["Resources"], kind),
+            draining[node["NodeID"]] / 1000 if node["NodeID"] in draining else None,
+        )
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get(kind, 0) >= 1
+    ]
+
+
+def print_slots(address: str) -> None:
+    """Print what a running cluster has for a job, as a JSON line of `slots` or of the `error` that kept it from saying.
+
+    slots: [node, type, processor cores of the node] of every GPU, or where no node has any, of every processor slot;
+    nodes that drain are left out. For a process of its own: Ray waits for minutes where an address does not answer.
+    """
+    try:
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+        nodes = [node for node in living_nodes("GPU") or living_nodes("CPU") if not node.drains]
+        slots = [
+            (node.slot.node, dataclasses.asdict(node.accelerator), node.num_slots)
+            for node in nodes
+            for _ in range(node.num_slots)
+        ]
+        print(json.dumps({"slots": slots}))
+    except Exception as error:  # Ray raises plain Exceptions where it cannot be joined
+        print(json.dumps({"error": _first_line(error)}))
+
+
 def _accelerator(resources: Mapping[str, Any], kind: str) -> Accelerator:
     """What a node's slots are: Ray names its GPUs by a resource such as `accelerator_type:H100`."""
     if kind == "CPU":
@@ -305,7 +325,7 @@ def _accelerator(resources: Mapping[str, Any], kind: str) -> Accelerator:
         raise ClusterError(
             "a node has GPUs of a type Ray does not know; start it with a resource accelerator_type:NAME"
         )
-    return known_accelerator(names[0])
+    return similar_accelerator(names[0])
 
 
 def _exists(path: str) -> bool:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from instances import random_cluster, random_problem
 from test_search import combine_and_enumerate
 
+from nereus.planner.api import price_choice
 from nereus.planner.calibration import Calibration
 from nereus.planner.combine import Placement
 from nereus.planner.cost import CostModel
-from nereus.planner.evaluate import price
 from nereus.planner.search import Choice, search
 
 SEEDS = st.integers(0, 100_000)
@@ -29,18 +29,13 @@ def problem_of(seed, *, mixed):
     return dataclasses.replace(problem, cluster=cluster, cost=CostModel(cluster, Calibration(cluster.accelerators)))
 
 
-def price_of(problem, choice):
-    chosen = {m: (s.micro_batch, s.recompute) for m, s in choice.settings.items()}
-    return price(problem, choice.plan, chosen, in_turn=choice.placement is Placement.COLOCATED)
-
-
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(SEEDS, st.booleans())
 def test_the_step_of_a_choice_is_the_price_of_its_plan(seed, mixed):
     problem = problem_of(seed, mixed=mixed)
     choice = search(problem)
     if isinstance(choice, Choice):
-        priced = price_of(problem, choice)
+        priced = price_choice(problem, choice)
         assert priced.feasible
         assert math.isclose(priced.step_seconds, choice.step_seconds, rel_tol=1e-9)
         for m, setting in choice.settings.items():
@@ -58,7 +53,7 @@ def test_no_other_layout_of_a_model_stage_is_priced_below_the_choice(seed, mixed
     for m, stage_plan in choice.plan.stages:
         other = search(problem, current=choice.plan, excluded={m: (stage_plan.layout, stage_plan.dp)})
         if isinstance(other, Choice) and other.placement is choice.placement:
-            assert price_of(problem, other).step_seconds >= choice.step_seconds * (1 - 1e-9), m.name
+            assert price_choice(problem, other).step_seconds >= choice.step_seconds * (1 - 1e-9), m.name
 
 
 @pytest.mark.parametrize("seed", [125, 172, 278, 642, 1031, 1427])
@@ -71,7 +66,7 @@ def test_colocated_blocks_begin_where_all_of_them_can(seed):
     choice = search(problem)
     assert isinstance(choice, Choice) and choice.placement is Placement.COLOCATED
     assert len({stage_plan.devices[0] for _, stage_plan in choice.plan.stages}) == 1
-    assert math.isclose(price_of(problem, choice).step_seconds, choice.step_seconds, rel_tol=1e-9)
+    assert math.isclose(price_choice(problem, choice).step_seconds, choice.step_seconds, rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("seed", [20140])
