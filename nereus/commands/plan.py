@@ -23,6 +23,9 @@ def plan(
     response: Annotated[float, typer.Option(help="Mean tokens of a response; --lengths gives a distribution.")] = 1024,
     n: Annotated[int, typer.Option("--n", help="Samples of a prompt.")] = 1,
     mini_batches: Annotated[int, typer.Option(help="Optimizer updates of a step.")] = 1,
+    max_staleness: Annotated[
+        int, typer.Option(help="Updates the generating policy may lag behind; from 1 on generation overlaps the rest.")
+    ] = 0,
     lengths: Annotated[str | None, typer.Option(metavar="FILE", help="Response lengths, one number a line.")] = None,
     memory_gb: Annotated[float | None, typer.Option(help="Count devices as having no more memory.")] = None,
     placement: Annotated[str, typer.Option(help="colocated, disjoint or free.")] = "free",
@@ -43,8 +46,9 @@ def plan(
 
     result = find_plan(
         model, cluster, algorithm=algorithm, batch=batch, prompt=prompt,
-        response=load_lengths(lengths) if lengths else response, n=n, mini_batches=mini_batches, memory_gb=memory_gb,
-        placement=placement, critic=critic, reward=reward, reference=reference, dtype=dtype,
+        response=load_lengths(lengths) if lengths else response, n=n, mini_batches=mini_batches,
+        max_staleness=max_staleness, memory_gb=memory_gb, placement=placement, critic=critic, reward=reward,
+        reference=reference, dtype=dtype,
         alternatives=json_file is not None, explain=explain, compare=compare,
     )  # fmt: skip
     if json_file != "-":

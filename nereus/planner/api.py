@@ -82,6 +82,7 @@ class PlanResult:
             "tokens_per_s": self.tokens_per_second,
             "stages": _stages_json(self.price) if self.price else [],
             "wave_s": list(self.price.wave_seconds) if self.price else [],
+            "overlapped": self.price.overlapped if self.price else False,
             "sync_s": _syncs_json(self.price) if self.price else {},
             "placement": self.choice.placement.value if self.choice else None,
             "gap": self.choice.gap if self.choice else None,
@@ -162,6 +163,7 @@ def problem_for(
     response: float | Lengths = 1024,
     n: int = 1,
     mini_batches: int = 1,
+    max_staleness: int = 0,
     memory_gb: float | None = None,
     placement: str | Placement = Placement.FREE,
     critic: str | ModelSpec | None = None,
@@ -175,12 +177,15 @@ def problem_for(
 
     model, critic, reward, reference: HF folder, config.json or built-in name; the last three default to the actor's
     shape (`reward` to no reward model). batch: prompts of a step; n: samples of each; prompt: tokens; response: mean
-    tokens, or a distribution. memory_gb: devices count as having no more. Raises InputError where something cannot be
-    read.
+    tokens, or a distribution. max_staleness: updates by which the generating policy may lag behind; from 1 on the next
+    batch is generated beside the rest of the step. memory_gb: devices count as having no more. Raises InputError where
+    something cannot be read.
     """
     for name, value in (("batch", batch), ("prompt", prompt), ("n", n), ("mini_batches", mini_batches)):
         if value < 1:
             raise ConfigError(name, f"{value} given; at least 1 is needed")
+    if max_staleness < 0:
+        raise ConfigError("max-staleness", f"{max_staleness} given; 0 or more is needed")
     if memory_gb is not None and memory_gb <= 0:
         raise ConfigError("memory-gb", f"{memory_gb} given; it must be positive")
     if algorithm not in CRITIC_OF:
@@ -199,7 +204,7 @@ def problem_for(
     lengths = response if isinstance(response, Lengths) else Lengths.constant(float(response))
     workload = Workload(batch, float(prompt), lengths, n=n, mini_batches=mini_batches)
     return PlanningProblem(
-        workflow=workflow_for(algorithm, reference=True, reward_model=reward is not None),
+        workflow=workflow_for(algorithm, reward_model=reward is not None, max_staleness=max_staleness),
         specs=specs,
         cluster=devices,
         workload=workload,

@@ -8,9 +8,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from nereus.cluster import Link
 from nereus.errors import PlanError
 from nereus.plan import ModelStage, Plan, Stage, StagePlan
+from nereus.planner.bounds import step_of
 from nereus.planner.cost import Span, StageCost
 from nereus.planner.memory import Recompute, StageMemory, stage_memory
 from nereus.planner.placement import Line, speed_ranks
@@ -38,6 +41,7 @@ class PlanPrice:
     """A plan's step and memory.
 
     device_bytes, capacity_bytes: peak and usable bytes by device id. excess_bytes: most by which a device is overfull.
+    overlapped: generation of the next batch runs beside the other waves, on devices of its own.
     """
 
     plan: Plan
@@ -46,10 +50,12 @@ class PlanPrice:
     sync_seconds: dict[tuple[ModelStage, ModelStage], float]
     device_bytes: dict[int, int]
     capacity_bytes: dict[int, int]
+    overlapped: bool = False
 
     @property
     def step_seconds(self) -> float:
-        return sum(self.wave_seconds) + sum(self.sync_seconds.values())
+        waves = step_of(np.array(self.wave_seconds), overlapped=self.overlapped)
+        return float(waves) + sum(self.sync_seconds.values())
 
     @property
     def excess_bytes(self) -> int:
@@ -89,7 +95,15 @@ def price(
         sync_seconds=pricer.sync_seconds(),
         device_bytes={d: _device_bytes(plan, stages, d) for d in plan.devices},
         capacity_bytes={d: pricer.capacity[d] for d in plan.devices},
+        overlapped=problem.workflow.max_staleness > 0 and generates_apart(plan),
     )
+
+
+def generates_apart(plan: Plan) -> bool:
+    """Whether no device that generates does anything else."""
+    generation = {d for m, stage_plan in plan.stages if m.stage is Stage.GENERATION for d in stage_plan.devices}
+    others = {d for m, stage_plan in plan.stages if m.stage is not Stage.GENERATION for d in stage_plan.devices}
+    return bool(generation) and not generation & others
 
 
 def check_plan(problem: PlanningProblem, plan: Plan) -> None:

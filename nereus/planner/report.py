@@ -92,9 +92,12 @@ def critical_path(result: PlanResult) -> Iterator[str]:
     for wave, seconds in enumerate(priced.wave_seconds):
         names = " | ".join(name for name, at in waves.items() if at == wave)
         parts.append(f"{names} {seconds:.3f} s")
-    moved = sum(priced.sync_seconds.values())
-    parts.append(f"weight synchronization {moved:.3f} s")
-    yield "critical path: " + " -> ".join(parts)
+    moved = f"weight synchronization {sum(priced.sync_seconds.values()):.3f} s"
+    if priced.overlapped:
+        generation, *rest = parts
+        yield f"critical path: {generation} (of the next batch) beside {' -> '.join(rest)}, then {moved}"
+    else:
+        yield "critical path: " + " -> ".join([*parts, moved])
     yield f"step {priced.step_seconds:.3f} s, {result.tokens_per_second:,.0f} tokens/s"
 
 
