@@ -68,8 +68,8 @@ def run(quick: bool = False, *, scip: bool = False) -> dict[str, Any]:
         "metrics": metrics,
         "setup": {
             "python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine(),
-            "cpus": os.cpu_count(), "model": "llama-3.1-8b", "algorithm": "ppo", "batch": 512, "repetitions": 3 if quick else 9,
-            "seeds": f"0..{optimal['instances'] - 1}", "scip_limit_s": SCIP_LIMIT_S,
+            "cpus": os.cpu_count(), "model": "llama-3.1-8b", "algorithm": "ppo", "batch": 512,
+            "repetitions": 3 if quick else 9, "seeds": f"0..{optimal['instances'] - 1}", "scip_limit_s": SCIP_LIMIT_S,
         },
         "rows": rows,
         "command": "python benchmarks/planner.py --scip" if scip else "nereus bench planner" + " --quick" * quick,

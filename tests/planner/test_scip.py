@@ -4,12 +4,17 @@ import dataclasses
 import math
 
 import enumeration
+import numpy as np
 import pytest
 from instances import random_problem, random_tables
 
-from nereus.planner.candidates import best_settings
+from nereus.cluster import ACCELERATORS, uniform_cluster
+from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, Layout
+from nereus.planner.candidates import Candidate, Candidates, best_settings
 from nereus.planner.combine import Placement
 from nereus.planner.evaluate import price
+from nereus.planner.memory import Recompute
+from nereus.planner.placement import Line
 from nereus.planner.search import Choice, search
 
 pytest.importorskip("pyscipopt")
@@ -63,15 +68,37 @@ def test_scip_and_search_agree_on_whole_problems(seed):
         assert answer.seconds is None
 
 
-def test_a_row_that_another_replaces_everywhere_is_left_out_and_changes_no_optimum():
-    dropped = 0
-    for seed, _, line, tables, syncs, sync_price in instances(range(20)):
-        kept = {
-            m: table.take(~planner_scip.dominated(line, tables, m, syncs, sync_price)) for m, table in tables.items()
-        }
-        dropped += sum(map(len, tables.values())) - sum(map(len, kept.values()))
-        assert all(len(table) for table in kept.values()), seed
-    assert dropped > 0
+class PriceByTarget:
+    """A second for each device of a target's tensor-parallel group."""
+
+    def matrix(self, source, sources, targets):
+        return np.ones((len(sources), 1)) * targets.tp
+
+
+def row(tp, dp, waves, *, memory=10):
+    return Candidate(Layout(tp, 1), dp, 1, Recompute.NONE, waves, memory, memory, memory, memory, tp)
+
+
+@pytest.mark.parametrize(("saving", "needless"), [(0.5, False), (1.5, True)])
+def test_a_row_is_left_out_only_where_what_replaces_it_makes_up_for_its_synchronization(saving, needless):
+    """The second row synchronizes a second longer, in a wave that only it runs in."""
+    line = Line(uniform_cluster(num_nodes=1, devices_per_node=4, accelerator=ACCELERATORS["h100"]))
+    tables = {
+        ACTOR_GENERATION: Candidates.of(
+            ACTOR_GENERATION, [row(1, 4, (5.0, 0.0)), row(2, 2, (5.0 - saving, 0.0))], num_waves=2
+        ),
+        ACTOR_TRAINING: Candidates.of(ACTOR_TRAINING, [row(1, 2, (0.0, 1.0)), row(2, 1, (0.0, 0.5))], num_waves=2),
+    }
+    syncs = [(ACTOR_TRAINING, ACTOR_GENERATION)]
+    found = planner_scip.dominated(line, tables, ACTOR_GENERATION, syncs, PriceByTarget())
+    assert found.tolist() == [False, False], "groups of two do not fit wherever single devices do"
+    tables[ACTOR_GENERATION] = dataclasses.replace(
+        tables[ACTOR_GENERATION], grain=np.array([2, 2]), tp=np.array([1, 2]), pp=np.array([2, 1]), dp=np.array([2, 2])
+    )
+    found = planner_scip.dominated(line, tables, ACTOR_GENERATION, syncs, PriceByTarget())
+    assert found.tolist() == [needless, False]
+    found = planner_scip.dominated(line, tables, ACTOR_TRAINING, syncs, PriceByTarget())
+    assert not found.any(), "generation may use the parameters of either"
 
 
 def test_a_block_starts_where_no_device_is_wasted():
