@@ -238,7 +238,7 @@ def agreement(problem: PlanningProblem, choice: Choice, answer: "planner_scip.An
     settings = {m: (c.micro_batch, c.recompute) for m, (c, _) in answer.chosen.items()}
     priced = price(problem, answer.plan(problem.line), settings)
     assert priced.feasible, f"SCIP's plan does not fit: {priced.excess_bytes} bytes too many"
-    assert math.isclose(priced.step_seconds, answer.seconds, rel_tol=TOLERANCE)
+    assert math.isclose(priced.step_seconds, answer.seconds, rel_tol=TOLERANCE), "SCIP's plan takes another time"
     difference = choice.step_seconds / answer.seconds - 1
     if answer.proved:
         assert -TOLERANCE <= difference, "the search found a faster plan than SCIP's optimum"

@@ -39,8 +39,8 @@ Footprint = tuple[int, int, int]
 
 VERSION = f"{pyscipopt.Model().version()}"
 
-SETTINGS = {"propagating/probing/maxprerounds": 0, "branching/pscost/priority": 1_000_000, "limits/gap": 1e-9}
-"""Probing fixes nothing here and costs most of presolving; strong branching costs more than the nodes it saves."""
+SETTINGS = {"propagating/probing/maxprerounds": 0, "separating/maxrounds": 0, "separating/maxroundsroot": 0}
+"""Probing fixes nothing here and costs most of presolving; cutting planes cost seconds at the root and close no gap."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -292,6 +292,7 @@ class _Program:
         """Seconds of a wave: those of its most loaded device, and no less than device-seconds over devices."""
         model, seconds = self.model, self.model.addVar(lb=0)
         parts = {m: part for m, part in self.parts.items() if wave in part.seconds}
+        assert len({m.stage for m in parts}) <= 2, "of three that overlap the sum would count"
         for part in parts.values():
             model.addCons(seconds >= part.seconds[wave])
         for pair in itertools.combinations(parts, 2):

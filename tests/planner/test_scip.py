@@ -5,6 +5,7 @@ import math
 
 import enumeration
 import numpy as np
+import planner as planner_benchmark
 import pytest
 from instances import random_problem, random_tables
 
@@ -49,14 +50,18 @@ def test_scip_finds_the_optimum_of_arbitrary_tables():
     assert tried > 15 and 0 < infeasible < tried
 
 
-@pytest.mark.parametrize("seed", [3, 4, 14, 18, 34, 43, 50])
-def test_scip_and_search_agree_on_whole_problems(seed):
+def solve_whole(seed):
+    """(problem, what the search finds, what SCIP finds)"""
     problem = random_problem(seed)
     problem = dataclasses.replace(problem, limits=dataclasses.replace(problem.limits, placement=Placement.FREE))
-    choice = search(problem)
     pricing = problem.pricing
     tables = {m: best_settings(pricing.candidates(m, in_turn=False)) for m in problem.workflow.model_stages}
-    answer = solve(problem.line, tables, problem.workflow.syncs, pricing.sync_price)
+    return problem, search(problem), solve(problem.line, tables, problem.workflow.syncs, pricing.sync_price)
+
+
+@pytest.mark.parametrize("seed", [3, 4, 14, 18, 34, 43, 50])
+def test_scip_and_search_agree_on_whole_problems(seed):
+    problem, choice, answer = solve_whole(seed)
     assert answer.proved
     if isinstance(choice, Choice) and choice.placement is Placement.FREE:
         assert answer.seconds == pytest.approx(choice.step_seconds, rel=1e-6)
@@ -66,6 +71,17 @@ def test_scip_and_search_agree_on_whole_problems(seed):
         assert priced.step_seconds == pytest.approx(answer.seconds, rel=1e-6)
     else:
         assert answer.seconds is None
+
+
+def test_the_comparison_refuses_optima_that_contradict_each_other():
+    problem, choice, answer = solve_whole(18)
+    assert planner_benchmark.agreement(problem, choice, answer)["difference"] == pytest.approx(0, abs=1e-6)
+    for factor, claim in ((0.99, "faster plan than SCIP's optimum"), (1.01, "faster plan than the search's bound")):
+        other = dataclasses.replace(choice, wave_seconds=tuple(factor * s for s in choice.wave_seconds))
+        with pytest.raises(AssertionError, match=claim):
+            planner_benchmark.agreement(problem, other, answer)
+    with pytest.raises(AssertionError, match="takes another time"):
+        planner_benchmark.agreement(problem, choice, dataclasses.replace(answer, seconds=1.01 * answer.seconds))
 
 
 class PriceByTarget:
