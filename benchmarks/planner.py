@@ -234,6 +234,7 @@ def agreement(problem: PlanningProblem, choice: Choice, answer: "planner_scip.An
     SCIP's plan is priced once more, device by device, by code that neither uses.
     """
     if answer.seconds is None:
+        assert not answer.proved, "SCIP proved that nothing fits"
         return {"difference": None}
     settings = {m: (c.micro_batch, c.recompute) for m, (c, _) in answer.chosen.items()}
     priced = price(problem, answer.plan(problem.line), settings)

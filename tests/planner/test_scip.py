@@ -80,6 +80,8 @@ def test_the_comparison_refuses_optima_that_contradict_each_other():
         other = dataclasses.replace(choice, wave_seconds=tuple(factor * s for s in choice.wave_seconds))
         with pytest.raises(AssertionError, match=claim):
             planner_benchmark.agreement(problem, other, answer)
+    with pytest.raises(AssertionError, match="nothing fits"):
+        planner_benchmark.agreement(problem, choice, dataclasses.replace(answer, seconds=None))
     with pytest.raises(AssertionError, match="takes another time"):
         planner_benchmark.agreement(problem, choice, dataclasses.replace(answer, seconds=1.01 * answer.seconds))
 
