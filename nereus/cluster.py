@@ -48,7 +48,7 @@ class Device:
     memory_bytes: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Cluster:
     """The devices available now. `cores_per_node`: processor cores that CPU workers of one node share, else None."""
 
@@ -74,7 +74,7 @@ class Cluster:
     def device_ids(self) -> tuple[int, ...]:
         return tuple(d.id for d in self.devices)
 
-    @property
+    @functools.cached_property
     def nodes(self) -> dict[str, tuple[Device, ...]]:
         """Devices of each node, in order of first appearance."""
         found: dict[str, list[Device]] = {}
@@ -83,7 +83,21 @@ class Cluster:
         return {node: tuple(devices) for node, devices in found.items()}
 
     def device(self, device_id: int) -> Device:
-        return _by_id(self)[device_id]
+        return self._by_id[device_id]
+
+    @functools.cached_property
+    def _by_id(self) -> dict[int, Device]:
+        return {device.id: device for device in self.devices}
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.devices, self.accelerators, self.cores_per_node))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type["Cluster"], tuple[Any, ...]]:
+        return Cluster, (self.devices, self.accelerators, self.cores_per_node)  # hashes differ between processes
 
     def accelerator(self, name: str) -> Accelerator:
         return next(a for a in self.accelerators if a.name == name)
@@ -97,11 +111,6 @@ class Cluster:
         """The cluster with only these devices."""
         keep = set(device_ids)
         return dataclasses.replace(self, devices=tuple(d for d in self.devices if d.id in keep))
-
-
-@functools.lru_cache(maxsize=64)
-def _by_id(cluster: Cluster) -> dict[int, Device]:
-    return {device.id: device for device in cluster.devices}
 
 
 _SHORT = re.compile(r"^(\d+)x(\d+)x([a-z0-9._-]+)$", re.IGNORECASE)

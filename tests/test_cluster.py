@@ -1,3 +1,7 @@
+import pickle
+import subprocess
+import sys
+
 import pytest
 
 from nereus.cluster import (
@@ -109,3 +113,16 @@ def test_the_nearest_accelerator_is_the_one_with_the_closest_peaks():
         return min(others, key=lambda other: log_distance(ACCELERATORS[name], other)).name
 
     assert [nearest(name) for name in ("h200", "a800", "gb200", "l40s")] == ["h100", "a100", "b200", "l40s"]
+
+
+def test_a_cluster_that_was_sent_to_another_process_equals_itself_there():
+    sent = pickle.dumps(parse_cluster("2x4xh100"))
+    code = (
+        "import pickle, sys\n"
+        "from nereus.cluster import parse_cluster\n"
+        "cluster = pickle.loads(sys.stdin.buffer.read())\n"
+        "assert {cluster: 1}[parse_cluster('2x4xh100')] == 1\n"
+    )
+    cluster = pickle.loads(sent)
+    hash(cluster)
+    subprocess.run([sys.executable, "-c", code], input=pickle.dumps(cluster), check=True, timeout=60)

@@ -93,7 +93,7 @@ def price(
         stages=stages,
         wave_seconds=pricer.wave_seconds(stages),
         sync_seconds=pricer.sync_seconds(),
-        device_bytes={d: _device_bytes(plan, stages, d) for d in plan.devices},
+        device_bytes=pricer.device_bytes(stages),
         capacity_bytes={d: pricer.capacity[d] for d in plan.devices},
         overlapped=problem.workflow.max_staleness > 0 and generates_apart(plan),
     )
@@ -155,11 +155,6 @@ def _is_in_turn(plan: Plan) -> bool:
     return False
 
 
-def _device_bytes(plan: Plan, stages: dict[ModelStage, StagePrice], device: int) -> int:
-    here = [stages[m] for m, stage_plan in plan.stages if device in stage_plan.devices]
-    return sum(s.memory.idle_bytes for s in here) + max(s.peak_bytes for s in here)
-
-
 class _Pricer:
     """One plan on one problem."""
 
@@ -168,6 +163,9 @@ class _Pricer:
         line: Line = problem.line
         self.capacity = {device.id: line.capacity_at(place) for place, device in enumerate(line.devices)}
         self.members = {m: frozenset(stage_plan.devices) for m, stage_plan in plan.stages}
+        holders = {d: tuple(m for m, members in self.members.items() if d in members) for d in plan.devices}
+        self.holders = holders
+        self.sharing = tuple(dict.fromkeys(holders.values()))
         self.ranks = speed_ranks(problem.cluster)
 
     def accelerator(self, m: ModelStage) -> str:
@@ -237,17 +235,24 @@ class _Pricer:
         return StagePrice(*best[2], self.cost(m, *best[2]), self.memory(m, *best[2]), shares)
 
     def wave_seconds(self, stages: dict[ModelStage, StagePrice]) -> tuple[float, ...]:
-        """Each wave: its most loaded device."""
+        """Each wave: its most loaded device. `sharing` has the sets of model-stages that meet on some device."""
         waves = self.problem.workflow.waves
-        result: list[float] = []
+        result = []
         for wave in range(1 + max(waves.values())):
-            load = dict.fromkeys(self.plan.devices, 0.0)
-            for task in self.problem.workflow.tasks:
-                if waves[task.name] == wave:
-                    for device in self.members[task.model_stage]:
-                        load[device] += stages[task.model_stage].cost.per_task[task.name]
-            result.append(max(load.values()))
+            tasks = [task for task in self.problem.workflow.tasks if waves[task.name] == wave]
+            busy = dict.fromkeys(stages, 0.0)
+            for task in tasks:
+                busy[task.model_stage] += stages[task.model_stage].cost.per_task[task.name]
+            result.append(max(sum(busy[m] for m in together) for together in self.sharing))
         return tuple(result)
+
+    def device_bytes(self, stages: dict[ModelStage, StagePrice]) -> dict[int, int]:
+        """Peak bytes of each device: what all on it keep, and the most that one adds while it runs."""
+        peaks = {
+            together: sum(stages[m].memory.idle_bytes for m in together) + max(stages[m].peak_bytes for m in together)
+            for together in self.sharing
+        }
+        return {device: peaks[together] for device, together in self.holders.items()}
 
     def sync_seconds(self) -> dict[tuple[ModelStage, ModelStage], float]:
         problem, result = self.problem, {}
