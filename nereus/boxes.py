@@ -7,7 +7,7 @@ parameter and for its gradient, fp32 master and Adam moments, so optimizer tenso
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from nereus.model import Axis, ModelSpec, Param
 from nereus.plan import Layout
@@ -101,6 +101,21 @@ def axis_range(spec: ModelSpec, axis: Axis, tp: int, tp_rank: int) -> range:
         return range(heads.start // group, (heads.stop - 1) // group + 1)
     size = {Axis.HEADS: spec.num_heads, Axis.FFN: spec.ffn, Axis.VOCAB: spec.vocab}[axis]
     return range(size * tp_rank // tp, size * (tp_rank + 1) // tp)
+
+
+def kv_of_head(spec: ModelSpec, tp: int, tp_rank: int) -> list[int]:
+    """For each query head of a tensor-parallel rank the rank's own index of its KV head."""
+    group = spec.num_heads // spec.num_kv_heads
+    first = axis_range(spec, Axis.KV_HEADS, tp, tp_rank).start
+    return [head // group - first for head in axis_range(spec, Axis.HEADS, tp, tp_rank)]
+
+
+def repeats_of(kv_of_head: Sequence[int]) -> int | None:
+    """How many query heads share each local KV head, where that is the same for all; else None."""
+    num_kv = kv_of_head[-1] + 1
+    each, rest = divmod(len(kv_of_head), num_kv)
+    uniform = not rest and list(kv_of_head) == [i // each for i in range(len(kv_of_head))]
+    return each if uniform else None
 
 
 def holds(spec: ModelSpec, param: Param, layout: Layout, pp_rank: int) -> bool:

@@ -31,6 +31,7 @@ from nereus.engines.state import StateKind, UnitState, shard_view, state_dtypes,
 from nereus.engines.train import AdamW, RankGroups, Trainer, UpdateResult
 from nereus.model import Head, ModelSpec
 from nereus.plan import ACTOR_TRAINING, Layout, StagePlan
+from nereus.planner.memory import Recompute
 from nereus.runtime.ranks import join_groups, rank_group_specs
 
 LLAMA3_ROPE = {
@@ -294,7 +295,7 @@ def engine_update(
     dp: int = 1,
     micro_batch: int = 2,
     num_updates: int = 1,
-    recompute: bool = False,
+    recompute: Recompute = Recompute.NONE,
     dtype: torch.dtype = torch.float64,
 ) -> list[list[RankUpdate]]:
     """The same updates by `dp` units of a layout; [unit][rank]."""

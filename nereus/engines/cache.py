@@ -14,8 +14,9 @@ import math
 
 import torch
 
+from nereus.boxes import repeats_of
 from nereus.engines.state import StateKind
-from nereus.engines.transformer import PackedAttention, Packing, StageModel, repeats_of
+from nereus.engines.transformer import PackedAttention, Packing, StageModel
 from nereus.planner.operations import Op
 
 

@@ -13,9 +13,7 @@ import torch
 
 from nereus.engines.state import StateKind
 from nereus.engines.transformer import StageModel
-
-MAX_PACKED_BYTES = 16 * 2**20
-"""Parameters of a stage that are worth a copy at most."""
+from nereus.planner.memory import MAX_PACKED_BYTES
 
 
 def packed_for_decoding(model: StageModel) -> StageModel:

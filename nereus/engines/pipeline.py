@@ -4,8 +4,10 @@
     stage 1      F0 F1 B0 F2 B1 F3 B2 B3     B: receive the gradient of what was sent, compute, send back
     stage 2         F0 B0 F1 B1 F2 B2 F3 B3
 
-A stage waits only in a receive, for the one neighbour that makes the tensor; sends never wait, so there is no cycle of
-waits. Shapes are known on both sides from the token counts. With one stage the same loop runs without any message.
+A stage waits in a receive for the one neighbour that makes the tensor, and in a send where the neighbour lags behind by
+more than `MAX_SENDS` messages. Hidden states on their way back as gradients have arrived, so under 1F1B only gradients
+are waited for, towards the first stage; forward only, towards the last: there is no cycle of waits. Shapes are known on
+both sides from the token counts. With one stage the same loop runs without any message.
 """
 
 import collections
@@ -17,11 +19,25 @@ import torch
 
 from nereus.algorithms.buffer import RolloutBatch
 from nereus.engines.transformer import PackedAttention, Packing, Rope, StageModel
+from nereus.planner.memory import MAX_SENDS
 from nereus.runtime.groups import Group, Work
 
 T = TypeVar("T")
 Loss = Callable[[torch.Tensor, "MicroBatch"], torch.Tensor]
 """(last-stage hidden states [T, H], micro-batch) -> scalar with a gradient."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Flight:
+    """A micro-batch between its forward and its backward pass.
+
+    received: hidden states from the stage before; computed: the loss, or the hidden states that `sent` carries on.
+    """
+
+    index: int
+    received: torch.Tensor | None
+    computed: torch.Tensor
+    sent: Work | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,17 +82,16 @@ class Pipeline:
     def forward_backward(self, micros: Sequence[MicroBatch], loss: Loss) -> None:
         """1F1B over the micro-batches; gradients accumulate into the model's flat gradients."""
         num_ahead = min(self._pp.size - 1 - self._pp.rank, len(micros))
-        flights: collections.deque[tuple[int, torch.Tensor | None, torch.Tensor]] = collections.deque()
+        flights: collections.deque[_Flight] = collections.deque()
         for index, micro in enumerate(micros):
             flights.append(self._forward_one(index, micro, loss))
             if index >= num_ahead:
-                self._backward_one(*flights.popleft())
+                self._backward_one(flights.popleft())
         while flights:
-            self._backward_one(*flights.popleft())
+            self._backward_one(flights.popleft())
         self._drain()
 
-    def _forward_one(self, index: int, micro: MicroBatch, loss: Loss) -> tuple[int, torch.Tensor | None, torch.Tensor]:
-        """(micro-batch, received hidden states, what was computed from them)."""
+    def _forward_one(self, index: int, micro: MicroBatch, loss: Loss) -> _Flight:
         received = self._receive_hidden(micro, index)
         if received is not None:
             received.requires_grad_()
@@ -84,16 +99,19 @@ class Pipeline:
         computed = loss(hidden, micro) if self._model.is_last else hidden
         if self._model.meter is not None:
             self._model.meter.sample_memory()
-        if not self._model.is_last:
-            self._send(hidden.detach(), self._pp.rank + 1, tag=2 * index)
-        return index, received, computed
-
-    def _backward_one(self, index: int, received: torch.Tensor | None, computed: torch.Tensor) -> None:
         if self._model.is_last:
+            return _Flight(index, received, computed, None)
+        sent = self._pp.send(hidden.detach().contiguous(), self._pp.rank + 1, tag=2 * index)
+        return _Flight(index, received, computed, sent)
+
+    def _backward_one(self, flight: _Flight) -> None:
+        index, received, computed = flight.index, flight.received, flight.computed
+        if flight.sent is None:
             computed.backward()  # type: ignore[no-untyped-call]
         else:
             grad = torch.empty_like(computed)
             self._pp.recv(grad, self._pp.rank + 1, tag=2 * index + 1)
+            flight.sent.wait()  # arrived, as its gradient has come back
             computed.backward(grad)  # type: ignore[no-untyped-call]
         if received is not None:
             assert received.grad is not None
@@ -112,10 +130,10 @@ class Pipeline:
         return hidden
 
     def _send(self, tensor: torch.Tensor, peer: int, *, tag: int) -> None:
-        """Start a send and keep its tensor alive; old sends are collected, so a pipeline's depth is held at most."""
-        self._pending.append(self._pp.send(tensor.contiguous(), peer, tag=tag))
-        while len(self._pending) > 2 * self._pp.size:
+        """Start a send, which keeps its tensor alive, when at most `MAX_SENDS` - 1 are under way."""
+        while len(self._pending) >= MAX_SENDS:
             self._pending.popleft().wait()
+        self._pending.append(self._pp.send(tensor.contiguous(), peer, tag=tag))
 
     def _drain(self) -> None:
         while self._pending:

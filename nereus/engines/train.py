@@ -23,6 +23,7 @@ from nereus.engines.state import Counters, StateKind, UnitState, shard_view
 from nereus.engines.transformer import StageModel
 from nereus.errors import GroupError, UpdateAborted
 from nereus.model import Axis
+from nereus.planner.memory import Recompute
 from nereus.runtime.groups import Group
 
 LATE_VOTE = timedelta(seconds=1)
@@ -79,7 +80,7 @@ class Trainer:
         groups: RankGroups,
         optimizer: AdamW,
         *,
-        recompute: bool = False,
+        recompute: Recompute = Recompute.NONE,
         temperature: float = 1.0,
     ):
         self.state, self._groups, self._optimizer = state, groups, optimizer

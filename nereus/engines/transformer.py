@@ -10,18 +10,20 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from nereus.boxes import Shard, axis_range, layer_range
+from nereus.boxes import Shard, axis_range, kv_of_head, layer_range, repeats_of
 from nereus.engines.meter import Meter
 from nereus.engines.parallel import copy_to_ranks, embed, sum_over_ranks
+from nereus.engines.recompute import linear_after, rms_norm
 from nereus.engines.state import StateKind, UnitState, fused_view
 from nereus.model import Axis, Head, ModelSpec
+from nereus.planner.memory import Recompute
 from nereus.planner.operations import Op, causal_pairs
 from nereus.runtime.groups import Group
 
@@ -61,14 +63,21 @@ class LayerWeights:
 class StageModel:
     """Computes one pipeline stage. `grads`: flat buffer that gradients accumulate into, or None for no gradients."""
 
-    def __init__(self, state: UnitState, *, tp: Group, grads: torch.Tensor | None = None, recompute: bool = False):
+    def __init__(
+        self,
+        state: UnitState,
+        *,
+        tp: Group,
+        grads: torch.Tensor | None = None,
+        recompute: Recompute = Recompute.NONE,
+    ):
         spec, layout = state.spec, state.layout
         self.spec, self.state, self.tp, self.recompute = spec, state, tp, recompute
         self.tp_rank, self.pp_rank = layout.tp_rank(state.rank), layout.pp_rank(state.rank)
         self.is_first, self.is_last = self.pp_rank == 0, self.pp_rank == layout.pp - 1
         self.num_heads = len(axis_range(spec, Axis.HEADS, layout.tp, self.tp_rank))
         self.num_kv_heads = len(axis_range(spec, Axis.KV_HEADS, layout.tp, self.tp_rank))
-        self.kv_of_head = _kv_of_head(spec, layout.tp, self.tp_rank)
+        self.kv_of_head = kv_of_head(spec, layout.tp, self.tp_rank)
         self.first_row = axis_range(spec, Axis.VOCAB, layout.tp, self.tp_rank).start
         self._norm_floor = state.flats[StateKind.PARAM].new_full((1,), math.sqrt(spec.hidden * spec.rms_eps))
         self._grads = grads
@@ -124,7 +133,7 @@ class StageModel:
         """This stage's layers over packed hidden states [T, H]."""
         self._gemm = attend.gemm
         for index, weights in enumerate(self.layers):
-            if self.recompute and hidden.requires_grad:
+            if self.recompute is Recompute.FULL and hidden.requires_grad:
                 step = functools.partial(self._layer, weights=weights, rope=rope, attend=attend, index=index)
                 hidden = checkpoint(step, hidden, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -134,13 +143,34 @@ class StageModel:
     def _layer(
         self, hidden: torch.Tensor, *, weights: LayerWeights, rope: "Rope", attend: Attend, index: int
     ) -> torch.Tensor:
-        normed = copy_to_ranks(self._norm(hidden, weights.input_norm), self.tp)
-        q, k, v = self._qkv(normed, weights, rope)
+        hidden = hidden + self._attended(hidden, weights, rope, attend, index)
+        gate_up = self._after(self._normed, (hidden, weights.post_norm), weights.gate_up)
+        return hidden + sum_over_ranks(self._after(_gated, (gate_up,), weights.down), self.tp)
+
+    def _attended(
+        self, hidden: torch.Tensor, weights: LayerWeights, rope: "Rope", attend: Attend, index: int
+    ) -> torch.Tensor:
+        """What attention adds to the hidden states; its intermediate tensors end here."""
+        qkv = self._after(self._normed, (hidden, weights.input_norm), weights.qkv, weights.qkv_bias)
+        q, k, v = self._rotated(qkv, weights, rope)
         attended = self._attend(attend, index, q, k, v).reshape(hidden.shape[0], -1)
-        hidden = hidden + sum_over_ranks(self._linear(attended, weights.o), self.tp)
-        normed = copy_to_ranks(self._norm(hidden, weights.post_norm), self.tp)
-        gate, up = self._linear(normed, weights.gate_up).chunk(2, -1)
-        return hidden + sum_over_ranks(self._linear(functional.silu(gate) * up, weights.down), self.tp)
+        return sum_over_ranks(self._linear(attended, weights.o), self.tp)
+
+    def _normed(self, hidden: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """Normalized hidden states that enter a tensor-parallel region."""
+        return copy_to_ranks(self._norm(hidden, norm), self.tp)
+
+    def _after(
+        self,
+        make: Callable[..., torch.Tensor],
+        inputs: tuple[torch.Tensor | None, ...],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The linear layer after what is cheap to make; selective recomputation keeps only the inputs of that."""
+        if self.recompute is Recompute.SELECTIVE and torch.is_grad_enabled():
+            return linear_after(self._linear, make, inputs, weight, bias)
+        return self._linear(make(*inputs), weight, bias)
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] times weight [out, in] transposed; measured where there is a meter."""
@@ -163,15 +193,14 @@ class StageModel:
         if weight is None:
             size: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             return x / size.hypot_(self._norm_floor)
-        return functional.rms_norm(x, (x.shape[-1],), weight, self.spec.rms_eps)
+        return rms_norm(x, weight, self.spec.rms_eps)
 
-    def _qkv(
-        self, normed: torch.Tensor, weights: LayerWeights, rope: "Rope"
+    def _rotated(
+        self, qkv: torch.Tensor, weights: LayerWeights, rope: "Rope"
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated q [T, h, D], rotated k [T, kv, D] and v [T, kv, D] of this rank."""
+        """Rotated q [T, h, D], rotated k [T, kv, D] and v [T, kv, D] of this rank's projections [T, (h + 2 kv) D]."""
         heads, kv = self.num_heads, self.num_kv_heads
-        qkv = self._linear(normed, weights.qkv, weights.qkv_bias).view(-1, heads + 2 * kv, self.spec.head_dim)
-        qk, v = qkv.split_with_sizes([heads + kv, kv], 1)
+        qk, v = qkv.view(-1, heads + 2 * kv, self.spec.head_dim).split_with_sizes([heads + kv, kv], 1)
         if weights.q_norm is not None and weights.k_norm is not None:
             q, k = qk.split_with_sizes([heads, kv], 1)
             qk = torch.cat((self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)), 1)
@@ -192,6 +221,12 @@ class StageModel:
         return values.float() if values.dtype == torch.bfloat16 else values
 
 
+def _gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """The activated gate times up [T, F/tp] of both [T, 2F/tp]."""
+    gate, up = gate_up.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
 def _stored(flat: torch.Tensor, shards: Sequence[Shard]) -> torch.Tensor:
     return fused_view(flat, list(shards))
 
@@ -201,21 +236,6 @@ def _accumulate_wide(target: torch.Tensor, leaf: torch.Tensor) -> None:
     assert leaf.grad is not None
     target += leaf.grad
     leaf.grad = None
-
-
-def _kv_of_head(spec: ModelSpec, tp: int, tp_rank: int) -> list[int]:
-    """For each local query head the local index of its KV head."""
-    group = spec.num_heads // spec.num_kv_heads
-    first = axis_range(spec, Axis.KV_HEADS, tp, tp_rank).start
-    return [head // group - first for head in axis_range(spec, Axis.HEADS, tp, tp_rank)]
-
-
-def repeats_of(kv_of_head: Sequence[int]) -> int | None:
-    """How many query heads share each local KV head, where that is the same for all; else None."""
-    num_kv = kv_of_head[-1] + 1
-    each, rest = divmod(len(kv_of_head), num_kv)
-    uniform = not rest and list(kv_of_head) == [i // each for i in range(len(kv_of_head))]
-    return each if uniform else None
 
 
 @functools.lru_cache(maxsize=16)
@@ -308,14 +328,16 @@ class PackedAttention:
             self._pad(q), self._pad(k), self._pad(v),
             attn_mask=self._mask, is_causal=self._mask is None, enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
-        return out.transpose(1, 2).reshape(-1, *out.shape[1::2]).index_select(0, self._packing.slots)  # [T, h, D]
+        rows = out.transpose(1, 2).reshape(-1, *out.shape[1::2])  # [B * L, h, D]
+        return rows if len(rows) == len(q) else rows.index_select(0, self._packing.slots)
 
     def _pad(self, x: torch.Tensor) -> torch.Tensor:
         """[B, heads, L, D] of [T, heads, D]."""
         batch, longest = len(self._packing.lengths), self._packing.longest
         if x.shape[0] == batch * longest:
             return x.view(batch, longest, *x.shape[1:]).transpose(1, 2)
-        grid = x.new_zeros(batch * longest, *x.shape[1:]).index_copy(0, self._packing.slots, x)
+        # Unlike index_copy this keeps no reference to x until the backward pass.
+        grid = x.new_zeros(batch * longest, *x.shape[1:]).index_put((self._packing.slots,), x)
         return grid.view(batch, longest, *x.shape[1:]).transpose(1, 2)
 
 

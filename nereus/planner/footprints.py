@@ -10,20 +10,27 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nereus.boxes import axis_range, layer_range
-from nereus.model import Axis, Head, ModelSpec
+from nereus.boxes import layer_range
+from nereus.model import Head, ModelSpec
 from nereus.plan import Layout, ModelStage, Stage
 from nereus.planner.candidates import Floats, Ints
+from nereus.planner.frontier import Mask
 from nereus.planner.memory import (
     LOGITS_COPIES,
+    MAX_PACKED_BYTES,
+    MAX_SENDS,
+    SAMPLING_COPIES,
     SYNC_BUCKET_BYTES,
     Precision,
     Recompute,
     backward_bytes_per_token,
+    cache_heads,
     forward_bytes_per_token,
-    largest_matrix_bytes,
     layer_bytes_per_token,
+    logits_bytes,
+    mlp_bytes_per_token,
     state_numel,
+    vocabulary_matrix_bytes,
 )
 from nereus.planner.workload import Lengths, Workload
 
@@ -57,9 +64,7 @@ def layout_table(spec: ModelSpec, layouts: tuple[tuple[int, int], ...]) -> Layou
         [state_numel(spec, Layout(tp=tp, pp=pp), r) for r in rank]
         for (tp, pp), rank in zip(layouts, ranks, strict=True)
     ]
-    heads = {
-        tp: max(len(axis_range(spec, Axis.KV_HEADS, tp, rank)) for rank in range(tp)) for tp in {t for t, _ in layouts}
-    }
+    heads = {tp: cache_heads(spec, tp) for tp in {t for t, _ in layouts}}
     states = np.array(numel, dtype=np.int64).reshape(-1, NUM_RANKS)
     return LayoutTable(
         tp=np.array([tp for tp, _ in layouts], dtype=np.int64),
@@ -119,10 +124,6 @@ class Longest:
         first = self.sums[whole]
         result: Floats = share * (first + (taken - whole) * (self.sums[whole + 1] - first))
         return result
-
-
-def _largest_matrix(spec: ModelSpec, value_bytes: int, vocabulary: bool, tp: int) -> float:
-    return largest_matrix_bytes(spec, tp, value_bytes, vocabulary=vocabulary)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,10 +186,9 @@ class _StageFootprint:
         self.kept = self._by_tp(lambda tp: layer_bytes_per_token(spec, tp, recompute, value_bytes))
         self.forward = self._by_tp(lambda tp: forward_bytes_per_token(spec, tp, value_bytes))
         self.backward = self._by_tp(lambda tp: backward_bytes_per_token(spec, tp, recompute, value_bytes))
-        matrices = [functools.partial(_largest_matrix, spec, value_bytes, vocabulary) for vocabulary in (False, True)]
-        self.matrix, self.vocabulary_matrix = map(self._by_tp, matrices)
-        if recompute is Recompute.FULL:
-            self.matrix = self.vocabulary_matrix = np.zeros(len(at))
+        self.mlp = self._by_tp(lambda tp: mlp_bytes_per_token(spec, tp, value_bytes))
+        self.vocabulary_matrix = self._by_tp(lambda tp: vocabulary_matrix_bytes(spec, tp, value_bytes))
+        self.state_bytes = spec.hidden * value_bytes
 
     def _by_tp(self, value: Callable[[int], float]) -> Floats:
         """[rows]: a number that depends on tp alone."""
@@ -224,35 +224,52 @@ class _StageFootprint:
         layers, rank = self.table.layers[self.at, place], self.table.rank[self.at, place]
         last = rank == self.table.pp[self.at] - 1
         if self.trains:
-            kept, transient = self._training(layers, rank)
-        elif self.stage is Stage.GENERATION:
-            kept, transient = self._generation(layers)
-        else:
-            kept, transient = np.zeros(len(self.at), dtype=np.int64), self.forward * self.tokens
-        loss_tokens = self.micro_batch if self.stage is Stage.GENERATION else self.loss_tokens
-        result: Ints = kept + np.maximum(transient.astype(np.int64), np.where(last, self._logits(loss_tokens), 0))
-        return result
+            return self._training(layers, rank, last)
+        if self.stage is Stage.GENERATION:
+            return self._generation(layers, self.table.numel[self.at, place], rank, last)
+        transient = (self.forward + np.where(last, 0, MAX_SENDS * self.state_bytes)) * self.tokens
+        logits = self._logits(self.loss_tokens, self.state_bytes * self.tokens)
+        return _one_moment(np.where(last, logits, 0), transient)
 
-    def _training(self, layers: Ints, rank: Ints) -> tuple[Ints, Floats]:
-        """(what micro-batches in flight keep, transients of a backward pass)."""
+    def _training(self, layers: Ints, rank: Ints, last: Mask) -> Ints:
+        """What micro-batches in flight keep, and the largest of the moments beside it."""
         micro_batches = -(-self.samples // self.micro_batch)
         in_flight = np.minimum(self.table.pp[self.at] - rank, micro_batches)
         count = np.minimum(in_flight * self.micro_batch, self.samples)
-        tokens = count * self.prompt + self.longest(count, self.samples)
-        kept = self.kept * layers * tokens + tokens * self.spec.hidden * self.precision.param_bytes
-        ends = (rank == 0) | (rank == self.table.pp[self.at] - 1)
-        transient = self.backward * self.tokens + np.where(ends, self.vocabulary_matrix, self.matrix)
-        return kept.astype(np.int64), transient
-
-    def _generation(self, layers: Ints) -> tuple[Ints, Floats]:
-        """(the cache, transients of the prefill)."""
-        per_token = layers * self.table.kv_heads[self.at] * (2 * self.spec.head_dim + 1) * self.precision.param_bytes
-        cache = (per_token * self.micro_batch * self.longest_tokens).astype(np.int64)
-        return cache, self.forward * self.prompt * self.micro_batch
-
-    def _logits(self, tokens: Floats | Ints) -> Ints:
-        if self.spec.head is not Head.LM:
-            return np.zeros(len(self.at), dtype=np.int64)
-        rows = -(-self.spec.vocab // self.table.tp[self.at])
-        result: Ints = (LOGITS_COPIES * tokens * rows * 4).astype(np.int64)
+        kept, state = self.kept * layers, self.state_bytes
+        transient = self.backward * self.tokens + self.mlp * np.maximum(self.tokens, self.spec.hidden)
+        embedding = self.vocabulary_matrix + (state - kept) * self.tokens
+        sends = np.minimum(MAX_SENDS, micro_batches - 1) * state * self.tokens
+        transient = np.where(rank == 0, np.maximum(transient, embedding), transient + sends)
+        gradient = self._logits(self.loss_tokens, copies=1) + self.vocabulary_matrix.astype(np.int64)
+        logits = np.maximum(self._logits(self.loss_tokens, state * self.tokens), gradient)
+        has_logits = last & (self.spec.head is Head.LM)
+        activations = (kept + np.where(last, 0, state)) * (count * self.prompt + self.longest(count, self.samples))
+        result: Ints = activations.astype(np.int64) + _one_moment(np.where(has_logits, logits, 0), transient)
         return result
+
+    def _generation(self, layers: Ints, numel: Ints, rank: Ints, last: Mask) -> Ints:
+        """The cache, what decoding copies of the weights, and the transients of the prefill or one step's logits."""
+        value_bytes = self.precision.param_bytes
+        per_token = layers * self.table.kv_heads[self.at] * (2 * self.spec.head_dim + 1) * value_bytes
+        cache = (per_token * self.micro_batch * self.longest_tokens).astype(np.int64)
+        size = numel * value_bytes
+        embeds = (rank == 0) & ~(last & self.spec.tied)
+        packed = size - np.where(embeds, self.vocabulary_matrix, 0).astype(np.int64)
+        packed = np.where(self.precision.has_masters | (size > MAX_PACKED_BYTES), 0, packed)
+        lane = -(-self.micro_batch // self.table.pp[self.at])
+        logits = np.where(last, self._logits(lane, copies=SAMPLING_COPIES), 0)
+        result: Ints = cache + packed + _one_moment(logits, self.forward * self.prompt * lane)
+        return result
+
+    def _logits(self, tokens: Floats | Ints, output: Floats | int = 0, *, copies: int = LOGITS_COPIES) -> Ints:
+        """`memory.logits_bytes` of a number of tokens per row; the stage's output counts where there are logits."""
+        value_bytes = self.precision.param_bytes
+        per_token = self._by_tp(lambda tp: logits_bytes(self.spec, tp, value_bytes, 1, copies=copies))
+        result: Ints = np.where(per_token > 0, tokens * per_token + output, 0).astype(np.int64)
+        return result
+
+
+def _one_moment(logits: Ints, transient: Floats) -> Ints:
+    result: Ints = np.maximum(logits, transient.astype(np.int64))
+    return result

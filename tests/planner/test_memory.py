@@ -1,10 +1,14 @@
 import dataclasses
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.boxes import flat_numel
+from nereus.engines.cache import KvCache
+from nereus.engines.state import StateKind, UnitState, zeros_on
+from nereus.engines.transformer import StageModel
 from nereus.model import Head, ModelSpec
 from nereus.models import MODELS
 from nereus.plan import (
@@ -15,8 +19,18 @@ from nereus.plan import (
     REWARD_INFERENCE,
     Layout,
 )
-from nereus.planner.memory import BF16, FP32, Recompute, layer_bytes_per_token, stage_memory, state_numel
+from nereus.planner.memory import (
+    BF16,
+    FP32,
+    Recompute,
+    cache_heads,
+    layer_bytes_per_token,
+    rank_memory,
+    stage_memory,
+    state_numel,
+)
 from nereus.planner.workload import Lengths, Workload
+from nereus.runtime.groups import Group
 
 TINY = ModelSpec(
     family="qwen3", num_layers=5, hidden=64, num_heads=12, num_kv_heads=4, head_dim=16, ffn=100, vocab=515, qk_norm=True
@@ -76,6 +90,70 @@ def test_recomputation_trades_activations_for_time():
     assert kept[0] > kept[1] > kept[2]
 
 
+def test_a_layer_keeps_these_tensors():
+    hidden, attention, ffn = 3584, (28 + 4) * 128, 18944
+    kept = [layer_bytes_per_token(BIG, 1, recompute, 2) / 2 for recompute in Recompute]
+    assert kept == [
+        4 * hidden + 3 * attention + 4 * ffn,  # both norms' inputs and outputs
+        2 * hidden + 3 * attention + 2 * ffn,  # their inputs, gate and up
+        hidden,
+    ]
+
+
+def test_the_fullest_rank_of_a_pipeline_is_the_fullest_of_its_stages():
+    layout = Layout(tp=2, pp=3)
+    settings = {"dp": 1, "workload": PLAIN, "micro_batch": 4, "recompute": Recompute.FULL, "precision": BF16}
+    ranks = [rank_memory(ACTOR_TRAINING, BIG, layout, rank, **settings) for rank in range(3)]
+    assert memory(layout=layout, **settings) == max(ranks, key=lambda rank: rank.active_bytes)
+    assert len({rank.active_bytes for rank in ranks}) == 3
+
+
+def test_a_short_micro_batch_peaks_where_the_embedding_has_its_gradient():
+    short = Workload(batch=8, prompt_tokens=1, response=Lengths.constant(1))
+    first = rank_memory(
+        ACTOR_TRAINING, BIG, Layout(pp=2), 0, dp=1, workload=short, micro_batch=1, recompute=Recompute.FULL,
+        precision=BF16,
+    )  # fmt: skip
+    kept = 2 * 14 * BIG.hidden * 2
+    assert first.active["workspace"] == BIG.vocab * BIG.hidden * 2 + 2 * BIG.hidden * 2 - kept
+
+
+def test_gradients_on_their_way_back_count_on_all_stages_but_the_first():
+    critic = BIG.with_head(Head.SCORE)
+    sent = []
+    for batch in (1, 2, 3, 8):
+        workload = Workload(batch=batch, prompt_tokens=100, response=Lengths.constant(3900))
+        last = rank_memory(
+            CRITIC_TRAINING, critic, Layout(pp=2), 1, dp=1, workload=workload, micro_batch=1,
+            recompute=Recompute.NONE, precision=BF16,
+        )  # fmt: skip
+        sent.append(last.active["workspace"])
+    message = 4000 * BIG.hidden * 2
+    assert [size - sent[0] for size in sent] == [0, message, 2 * message, 2 * message]
+
+
+@settings(max_examples=20, deadline=None)
+@given(tp=st.sampled_from(TINY.valid_tp), kv_heads=st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_stored_heads_are_those_of_the_engine_s_cache(tp, kv_heads):
+    spec = dataclasses.replace(TINY, num_kv_heads=kv_heads)
+    stored = []
+    for rank in range(tp):
+        state = UnitState.allocate(
+            spec, Layout(tp), rank, dtypes={StateKind.PARAM: torch.float32}, allocator=zeros_on(torch.device("cpu"))
+        )
+        stored.append(KvCache(StageModel(state, tp=Group.single()), num_slots=1, num_columns=1).num_heads)
+    assert cache_heads(spec, tp) == max(stored)
+
+
+def test_small_models_decode_from_a_copy_of_all_but_the_embedding():
+    parts = memory(ACTOR_GENERATION, TINY, precision=FP32).active
+    assert parts["packed_weights"] == parts["weights"] - TINY.vocab * TINY.hidden * 4
+    tied = memory(ACTOR_GENERATION, dataclasses.replace(TINY, tied=True), precision=FP32).active
+    assert tied["packed_weights"] == tied["weights"], "the embedding is the head"
+    assert "packed_weights" not in memory(ACTOR_GENERATION, TINY, precision=BF16).active
+    assert "packed_weights" not in memory(ACTOR_GENERATION, BIG, precision=FP32).active
+
+
 def test_earlier_pipeline_stages_keep_more_micro_batches():
     critic = BIG.with_head(Head.SCORE)
     many = memory(CRITIC_TRAINING, critic, Layout(pp=4), recompute=Recompute.FULL)
@@ -97,20 +175,21 @@ def test_the_cache_holds_the_longest_sequences_not_the_mean():
 def test_replicated_kv_heads_stop_the_cache_from_shrinking():
     sizes = [memory(ACTOR_GENERATION, layout=Layout(tp), micro_batch=4).active["kv_cache"] for tp in (1, 2, 4, 7, 14)]
     assert sizes[0] == 2 * sizes[1] == 4 * sizes[2]
-    assert sizes[3] == sizes[4] == 2 * sizes[2], "query heads of a rank cross two groups"
+    assert sizes[4] == 2 * sizes[2], "query heads of a rank cross two groups"
+    assert sizes[3] == 4 * sizes[2], "of four query heads three share a KV head: each is stored with its own"
 
 
 def test_one_long_outlier_raises_the_logits_peak_of_a_large_vocabulary():
-    lengths = Lengths(tuple([512.0] * 99 + [9216.0]))
-    short = memory(workload=Workload(batch=100, prompt_tokens=0, response=Lengths.constant(512)))
+    lengths = Lengths(tuple([1024.0] * 99 + [9216.0]))
+    short = memory(workload=Workload(batch=100, prompt_tokens=0, response=Lengths.constant(1024)))
     outlier = memory(workload=Workload(batch=100, prompt_tokens=0, response=lengths))
     assert outlier.active["logits"] >= 9216 * BIG.vocab * 4
-    assert outlier.active["logits"] == pytest.approx(short.active["logits"] * 9216 / 512)
+    assert outlier.active["logits"] == pytest.approx(short.active["logits"] * 9)
 
 
 def test_vocabulary_parallelism_shares_the_logits():
     whole, shared = (memory(layout=Layout(tp)).active["logits"] for tp in (1, 4))
-    assert shared == pytest.approx(whole / 4, rel=1e-3)
+    assert shared == pytest.approx(whole / 4, rel=0.02)  # the hidden states behind them are whole
 
 
 def test_critic_and_reward_model_have_no_vocabulary_logits():

@@ -123,7 +123,7 @@ def test_a_plan_that_shares_weights_synchronizes_nothing():
 
 
 def test_explaining_lists_slower_runners_up_and_what_kept_faster_settings_out():
-    result = plan("llama-3.2-3b", "1x4xh100", algorithm="grpo", explain=True, **SEVEN)
+    result = plan("llama-3.2-3b", "1x4xh100", algorithm="grpo", explain=True, memory_gb=60, **SEVEN)
     assert result.alternatives
     for other in result.alternatives:
         assert other.price.step_seconds >= result.price.step_seconds * (1 - 1e-9) and other.price.feasible
