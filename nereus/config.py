@@ -235,7 +235,11 @@ class WarmStartConfig(Section):
 
 
 class TrainerConfig(Section):
-    """`critic_warmup`: the actor starts to learn after so many steps. `val_every` 0: only before and after the run."""
+    """`critic_warmup`: the actor starts to learn after so many steps. `val_every` 0: only before and after the run.
+
+    `recompute`: what updates compute again instead of keeping it, to need less memory: norms and activations
+    (`selective`) or whole layers (`full`).
+    """
 
     steps: Count = 20
     seed: Whole = 0
@@ -243,6 +247,7 @@ class TrainerConfig(Section):
     val_samples: Count = 200
     critic_warmup: Whole = 0
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    recompute: Literal["none", "selective", "full"] = "none"
 
 
 class ClusterConfig(Section):

@@ -21,6 +21,7 @@ from nereus.engines.sampling import SamplingParams
 from nereus.engines.train import AdamW
 from nereus.model import Head, ModelSpec
 from nereus.plan import Role
+from nereus.planner.memory import Recompute
 from nereus.runtime.live import JobSetup
 from nereus.runtime.worker import RoleSetup
 from nereus.warm_start import Progress, WarmModels, ensure_warm_start
@@ -115,6 +116,7 @@ def _roles(config: RunConfig, models: WarmModels) -> dict[Role, RoleSetup]:
             fresh_head=role is Role.CRITIC,
             micro_batch=config.actor.ppo_micro_batch_size,
             max_slots=config.rollout.max_num_seqs,
+            recompute=Recompute(config.trainer.recompute),
             temperature=config.rollout.temperature if not scalar and config.rollout.temperature > 0 else 1.0,
         )
     return roles

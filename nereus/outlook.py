@@ -61,7 +61,8 @@ Settings = dict[ModelStage, tuple[int, Recompute]]
 class JobShape:
     """A job as planning sees it. cluster: every device it may ever use.
 
-    micro_batch, slots: where the engine fixes them (training and forward passes, generation); else the planner chooses.
+    micro_batch, recompute, slots: where the engine fixes them (training and forward passes, training, generation); else
+    the planner chooses.
     worker_start_s: what a transition to devices that have no worker yet takes besides moving state.
     host_bytes_per_node: host memory for units that a transition stages; None: as `DeviceTable.of` has it.
     """
@@ -78,13 +79,15 @@ class JobShape:
     max_response_tokens: int
     limits: Limits = Limits()
     micro_batch: int | None = None
+    recompute: Recompute = Recompute.NONE
     slots: int | None = None
     worker_start_s: float = 0.0
     host_bytes_per_node: int | None = None
 
     @classmethod
     def of(cls, config: RunConfig, specs: Mapping[Role, ModelSpec], cluster: Cluster) -> "JobShape":
-        """The shape of a recipe's job on the native engine, which takes micro-batch and slots from the recipe."""
+        """The shape of a recipe's job on the native engine, which takes these three settings from the recipe."""
+        recompute = Recompute(config.trainer.recompute)
         return cls(
             workflow=config.workflow,
             specs=dict(specs),
@@ -96,8 +99,9 @@ class JobShape:
             epochs=config.actor.ppo_epochs,
             max_prompt_tokens=config.data.max_prompt_length,
             max_response_tokens=config.data.max_response_length,
-            limits=Limits(space=Space(paper=config.space == "paper")),
+            limits=Limits(space=Space(paper=config.space == "paper", recomputes=(recompute,))),
             micro_batch=config.actor.ppo_micro_batch_size,
+            recompute=recompute,
             slots=config.rollout.max_num_seqs,
             worker_start_s=WORKER_START_S[config.cluster.device],
             host_bytes_per_node=config.cluster.host_bytes_per_node,
@@ -249,11 +253,14 @@ class ModelOutlook(Outlook):
 
     def _fixed(self, plan: Plan) -> Settings | None:
         """What the engine does whatever the planner would choose."""
-        micro_batch, slots = self.job.micro_batch, self.job.slots
-        if micro_batch is None:
+        job = self.job
+        if job.micro_batch is None:
             return None
         return {
-            m: (slots if m.stage is Stage.GENERATION and slots else micro_batch, Recompute.NONE)
+            m: (
+                job.slots if m.stage is Stage.GENERATION and job.slots else job.micro_batch,
+                job.recompute if m.stage is Stage.TRAINING else Recompute.NONE,
+            )
             for m in plan.model_stages
         }
 

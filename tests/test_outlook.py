@@ -13,9 +13,11 @@ from nereus.model import ModelSpec
 from nereus.monitor.signals import LengthSummary, Signals
 from nereus.monitor.supply import SupplyView
 from nereus.outlook import WORKER_START_S, JobShape, ModelOutlook, decider_of, recorded_decider
-from nereus.plan import Plan, Role
+from nereus.plan import Plan, Role, Stage
 from nereus.planner.calibration import Calibration
 from nereus.planner.evaluate import price
+from nereus.planner.memory import Recompute
+from nereus.planner.search import search
 from nereus.replay import read_events, recorded_decisions, replay, ruled_decisions
 from nereus.reports.events import RunFolder, Start, StepEnd, TransitionEnd
 from nereus.runtime.base import StepReport, TransitionReport
@@ -59,6 +61,19 @@ def test_a_prediction_is_the_planner_s_price_of_the_engine_s_settings():
     expected = price(problem, CONFIG.initial_plan, own._fixed(CONFIG.initial_plan))
     assert found.step_s == expected.step_seconds and found.memory_share == expected.memory_share
     assert 0 < found.memory_share < 1
+
+
+@pytest.mark.parametrize("recompute", list(Recompute))
+def test_the_recipe_s_recomputation_is_priced_and_no_other_is_searched(recompute):
+    own = outlook(trainer={"recompute": recompute.value})
+    assert own.job.limits.space.recomputes == (recompute,)
+    settings = own._fixed(CONFIG.initial_plan)
+    assert {m.name: how for m, (_, how) in settings.items() if how is not Recompute.NONE} == (
+        {} if recompute is Recompute.NONE else {"actor-training": recompute, "critic-training": recompute}
+    )
+    problem = own._problem(CLUSTER, LENGTHS, own.calibration)
+    found = search(problem)
+    assert {s.recompute for m, s in found.settings.items() if m.stage is Stage.TRAINING} == {recompute}
 
 
 def test_plans_lie_on_the_given_devices_and_the_first_is_no_slower_than_a_poor_one():

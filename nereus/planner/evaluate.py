@@ -204,8 +204,9 @@ class _Pricer:
 
     def _settings(self, m: ModelStage) -> Iterator[tuple[int, Recompute]]:
         unit = -(-samples_shared(self.problem, m) // self.plan[m].dp)
-        for recompute in Recompute if m.stage is Stage.TRAINING else (Recompute.NONE,):
-            for micro_batch in self.problem.limits.space.micro_batches(unit):
+        space = self.problem.limits.space
+        for recompute in space.recomputes if m.stage is Stage.TRAINING else (Recompute.NONE,):
+            for micro_batch in space.micro_batches(unit):
                 yield micro_batch, recompute
 
     def idle_bytes(self, m: ModelStage) -> int:

@@ -54,7 +54,7 @@ class Pricing:
         """Every candidate of the model-stage that fits a device by itself."""
         sketch = self.sketch(model_stage, in_turn=in_turn)
         every = np.arange(len(sketch))
-        recomputes = RECOMPUTES if sketch.trains else RECOMPUTES[:1]
+        recomputes = self.space.recomputes if sketch.trains else (Recompute.NONE,)
         table = Candidates.concatenate([sketch.candidates(every, recompute) for recompute in recomputes])
         return table.take(np.minimum(table.active, table.shared_active) <= self.line.max_capacity)
 

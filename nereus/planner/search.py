@@ -15,7 +15,7 @@ import numpy as np
 
 from nereus.plan import Layout, ModelStage, Plan, StagePlan
 from nereus.planner.bounds import Bounds, step_of
-from nereus.planner.candidates import RECOMPUTES, Candidate, Candidates, Floats, Ints, best_settings
+from nereus.planner.candidates import Candidate, Candidates, Floats, Ints, best_settings
 from nereus.planner.combine import Combination, Combiner, Placement
 from nereus.planner.frontier import carefree, most_beside
 from nereus.planner.memory import Recompute
@@ -176,7 +176,7 @@ class _Sketches:
     """What every model-stage could do, under one placement rule."""
 
     def __init__(self, problem: PlanningProblem, rule: _Rule) -> None:
-        self.line, self.rule = problem.line, rule
+        self.line, self.rule, self.recomputes = problem.line, rule, problem.limits.space.recomputes
         self.of = {m: problem.pricing.sketch(m, in_turn=rule.in_turn) for m in problem.workflow.model_stages}
 
     def like(self, plan: Plan) -> dict[ModelStage, Candidates]:
@@ -196,11 +196,15 @@ class _Sketches:
         keeping = {m: sketch.candidates(rows[m]) for m, sketch in self.of.items()}
         tables = {}
         for m, sketch in self.of.items():
-            parts = [keeping[m]]
+            parts, scarce = [keeping[m]], rows[m]
             if sketch.trains:
-                beside = most_beside(keeping, m, {}, in_turn=self.rule.in_turn)
-                scarce = rows[m][~carefree(keeping[m], beside, self.line)]
-                parts += [sketch.candidates(scarce, recompute) for recompute in RECOMPUTES[1:]]
+                recomputes = [recompute for recompute in self.recomputes if recompute is not Recompute.NONE]
+                if Recompute.NONE in self.recomputes:
+                    beside = most_beside(keeping, m, {}, in_turn=self.rule.in_turn)
+                    scarce = scarce[~carefree(keeping[m], beside, self.line)]
+                else:
+                    parts = []
+                parts += [sketch.candidates(scarce, recompute) for recompute in recomputes]
             table = self.rule.restriction.apply(Candidates.concatenate(parts))
             tables[m] = table.take(np.minimum(table.active, table.shared_active) <= self.line.max_capacity)
         return tables

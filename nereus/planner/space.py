@@ -1,23 +1,26 @@
-"""Which layouts, data-parallel counts and micro-batches are candidates at all."""
+"""Which layouts, data-parallel counts, micro-batches and recomputations are candidates at all."""
 
 import dataclasses
 import functools
 from collections.abc import Iterable
 
 from nereus.model import ModelSpec
+from nereus.planner.memory import Recompute
 from nereus.planner.placement import Line
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Space:
-    """Which layouts, dp and micro-batches are tried.
+    """Which layouts, dp, micro-batches and recomputations are tried.
 
     paper: tp and pp powers of two, and only dp and micro-batches that divide the batch. Otherwise tp is any divisor
     of the query heads up to a node, pp any number up to the layers, dp any count that gives the fullest unit fewer
     samples than every smaller count does, the micro-batch a power of two or all samples of a unit.
+    recomputes: of training; a job whose engine is told one has that alone.
     """
 
     paper: bool = False
+    recomputes: tuple[Recompute, ...] = tuple(Recompute)
 
     def layouts(self, spec: ModelSpec, line: Line) -> tuple[tuple[int, int], ...]:
         """(tp, pp) pairs that the model and the line admit."""

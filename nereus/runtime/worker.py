@@ -31,6 +31,7 @@ from nereus.engines.transformer import StageModel
 from nereus.errors import UpdateAborted
 from nereus.model import ModelSpec
 from nereus.plan import ModelStage, Plan, Role, Stage
+from nereus.planner.memory import Recompute
 from nereus.runtime.base import WorkerSettings
 from nereus.runtime.groups import BackendName, connect_store
 from nereus.runtime.ranks import join_groups, rank_group_specs
@@ -44,7 +45,8 @@ class RoleSetup:
 
     folder: HF folder its weights start from; fresh_head: its scalar head is new.
     micro_batch: samples of one unit computed at a time; max_slots: sequences one unit decodes at a time;
-    max_tokens: longest prompt and response together; temperature: what logits are divided by.
+    max_tokens: longest prompt and response together; temperature: what logits are divided by; recompute: what updates
+    compute again.
     """
 
     spec: ModelSpec
@@ -56,6 +58,7 @@ class RoleSetup:
     micro_batch: int = 16
     max_slots: int = 64
     temperature: float = 1.0
+    recompute: Recompute = Recompute.NONE
 
 
 @dataclasses.dataclass(slots=True)
@@ -200,7 +203,13 @@ class Worker:
         seat = self._seat(generation, model_stage)
         if seat.trainer is None:
             assert seat.setup.optimizer is not None, f"{model_stage} has no optimizer"
-            seat.trainer = Trainer(seat.state, seat.groups, seat.setup.optimizer, temperature=seat.setup.temperature)
+            seat.trainer = Trainer(
+                seat.state,
+                seat.groups,
+                seat.setup.optimizer,
+                recompute=seat.setup.recompute,
+                temperature=seat.setup.temperature,
+            )
             seat.trainer.model.meter = seat.meter
         try:
             return seat.trainer.update(batch.to(self._settings.device), objective, micro_batch=seat.setup.micro_batch)
