@@ -5,6 +5,7 @@
 Published rows are read from `../shared/data` beside the repository; a part whose data or packages are missing is null.
 """
 
+import dataclasses
 import math
 import os
 import platform
@@ -15,7 +16,9 @@ from typing import Any
 
 import costmodel_inference as inference
 import costmodel_machine as machine
+import costmodel_memory as memory
 import costmodel_plans as plans
+import costmodel_published_memory as published
 import costmodel_training as training
 import numpy
 from rich.console import Console
@@ -206,16 +209,19 @@ def _this_machine(quick: bool) -> Part:
 
 
 def _memory(quick: bool) -> Part:
-    """State and peak of an update beside the memory model's."""
-    rows = machine.memory_rows(quick)
+    """State and peaks of the engine, rank by rank, and published figures, beside the memory model's."""
+    if (os.cpu_count() or 1) < 2:
+        return None, None, None
+    rows = memory.measure(memory.cases(quick))
     errors = [abs(row["error"]) for row in rows]
-    metrics = {
+    metrics: dict[str, Any] = {
         "state_exact": all(row["state_bytes"] == row["predicted_state_bytes"] for row in rows),
         "activation_error": max(errors),
         "activation_error_mean": statistics.fmean(errors),
+        "activation_error_any_rank": max(abs(error) for row in rows for error in row["errors_by_rank"]),
         "cases": len(rows),
     }
-    table = Table(title="bytes of one update on a processor: heap peak beyond the state", title_justify="left")
+    table = Table(title="bytes on a processor: peak of the fullest rank beyond its state", title_justify="left")
     for column in ("case", "state exact", "peak MB", "predicted MB", "error"):
         table.add_column(column)
     for row in rows:
@@ -223,7 +229,27 @@ def _memory(quick: bool) -> Part:
         sizes = (f"{row['peak_bytes'] / 1e6:.1f}", f"{row['predicted_peak_bytes'] / 1e6:.1f}")
         table.add_row(row["case"], str(exact), *sizes, f"{row['error']:+.1%}")
     table.caption = f"largest error {max(errors):.1%} (goal 10%)"
-    return metrics, rows, table
+    detail: dict[str, Any] = {"engine": rows}
+    if (DATA / "measured_runs.jsonl").is_file():
+        metrics |= _published_memory(table, detail)
+    return metrics, detail, table
+
+
+def _published_memory(table: Table, detail: dict[str, Any]) -> dict[str, Any]:
+    """Errors on others' figures by source, as metrics, as lines of the table and in detail."""
+    stated = published.load_rows(DATA)
+    found = published.figures(stated)
+    by_source = published.summary(found)
+    table.add_section()
+    for figure in found:
+        sizes = (f"{figure.published:.2f} {figure.unit}", f"{figure.predicted:.2f} {figure.unit}")
+        table.add_row(f"{figure.source}, {figure.id}: {figure.quantity}", "", *sizes, f"{figure.error:+.1%}")
+    for source, error in by_source.items():
+        table.caption = f"{table.caption}\n{source}: MAPE {error['mape']:.1%}, max {error['max']:.1%}"
+    detail["published"] = [dataclasses.asdict(figure) | {"error": figure.error} for figure in found]
+    left_out = {row["id"]: reason for row in stated if (reason := published.excluded(row)) is not None}
+    assumptions = list(published.ASSUMPTIONS)
+    return {"published": by_source, "published_excluded": left_out, "published_assumptions": assumptions}
 
 
 PARTS: dict[str, Callable[[bool], Part]] = {

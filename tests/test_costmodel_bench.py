@@ -1,9 +1,16 @@
+import dataclasses
 import importlib
 import math
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from nereus.engines.sampling import Sampler, SamplingParams
+from nereus.plan import Layout, StagePlan
+from nereus.planner.memory import SAMPLING_COPIES, Recompute
+from nereus.runtime.groups import Group
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -12,10 +19,16 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the published data is
 
 
 @pytest.fixture(scope="module")
-def training():
+def benchmark():
+    """Imports a benchmark's module by its name."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield importlib.import_module("costmodel_training")
+    yield importlib.import_module
     sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def training(benchmark):
+    return benchmark("costmodel_training")
 
 
 @needs_data
@@ -68,3 +81,63 @@ def test_a_run_counts_the_same_products_however_it_is_cut(training):
     assert work(recompute="full")[gemm] == pytest.approx(whole[gemm] * 4 / 3)
     gathered = work(dp=8, zero=3)[(Op.ALL_GATHER, Link.INTRA_NODE)]
     assert gathered == pytest.approx(64 * 2 * work(dp=8)[(Op.ALL_GATHER, Link.INTRA_NODE)])
+
+
+@pytest.mark.parametrize("recompute", list(Recompute))
+def test_an_update_holds_what_the_memory_model_says(benchmark, recompute):
+    workers, memory = benchmark("costmodel_workers"), benchmark("costmodel_memory")
+    spec = dataclasses.replace(workers.SPEC, num_layers=2)
+    case = workers.Case("training", StagePlan.of(Layout(), (0,)), (300, 300), 2, spec, recompute)
+    rank = workers.EngineRank(case, 0, None, generation=0)
+    rank.peak(case)  # what is allocated once
+    row = memory.compared(case, {0: rank.held_bytes}, {0: max(rank.peak(case) for _ in range(4))})
+    assert row["state_bytes"] == row["predicted_state_bytes"]
+    assert abs(row["error"]) < 0.1
+
+
+def test_sampling_holds_as_many_copies_of_the_logits_as_the_memory_model_says(benchmark):
+    workers, slots, vocab = benchmark("costmodel_workers"), 64, 1 << 15
+    sampler = Sampler(SamplingParams(1), first_row=0, num_rows=vocab, tp=Group.single(), device=torch.device("cpu"))
+    logits, keys = torch.randn(slots, vocab), torch.arange(slots)
+    peak = max(workers.heap_peak(lambda: sampler(logits, keys, keys)) for _ in range(3))
+    assert 1 + peak / logits.nbytes == pytest.approx(SAMPLING_COPIES, rel=0.05)
+
+
+@needs_data
+def test_every_published_memory_figure_is_compared_or_left_out_with_a_reason(benchmark):
+    published = benchmark("costmodel_published_memory")
+    rows = published.load_rows(DATA)
+    found = published.figures(rows)
+    left_out = {row["id"] for row in rows if published.excluded(row)}
+    assert {figure.id for figure in found} | left_out == {row["id"] for row in rows}
+    assert not {figure.id for figure in found} & left_out
+    assert len(rows) == 39 and len(left_out) == 11
+
+
+@needs_data
+def test_published_memory_is_predicted_from_stated_settings(benchmark):
+    published = benchmark("costmodel_published_memory")
+    errors = published.summary(published.figures(published.load_rows(DATA)))
+    assert errors["litgpt resource tables"]["max"] < 0.05
+    assert errors["Reducing Activation Recomputation Fig. 1"]["max"] < 0.1
+    assert errors["Reducing Activation Recomputation Fig. 7"]["max"] < 0.01
+    assert errors["torchtitan benchmarks"]["mape"] < 0.15
+
+
+def test_a_megatron_layer_keeps_what_its_paper_counts(benchmark):
+    from nereus.planner.operations import Shape
+
+    published = benchmark("costmodel_published_memory")
+    h, a, s = 6144, 64, 2048
+    shape = Shape(layers=48, hidden=h, heads=a, kv_heads=a, head_dim=h // a, ffn=4 * h, vocab=0, mlp_matrices=2)
+
+    def kept(tp=1, recompute="none", sequence_parallel=False):
+        return published.megatron_layer_bytes(
+            shape, tp=tp, seq_len=s, recompute=recompute, sequence_parallel=sequence_parallel
+        )
+
+    assert kept() == 34 * h + 5 * a * s
+    assert kept(tp=8) == 10 * h + 24 * h / 8 + 5 * a * s / 8
+    assert kept(tp=8, sequence_parallel=True) == kept() / 8
+    assert kept(tp=8, recompute="selective") == 10 * h + 24 * h / 8
+    assert kept(tp=8, recompute="full") == 2 * h
