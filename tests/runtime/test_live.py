@@ -108,9 +108,13 @@ def run(
 
 
 def worst(rows: list[dict[str, float]], others: list[dict[str, float]]) -> tuple[float, str]:
-    """The largest difference relative to the value, and where it is; 1e-12 absolute is nothing."""
+    """The largest difference relative to the largest value of its name in the run, and where it is.
+
+    Not relative to the value itself: a mean of signed numbers passes through zero. 1e-12 absolute is nothing.
+    """
+    sizes = {name: max(abs(other[name]) for other in others) for name in others[0]}
     differences = [
-        (max(0.0, abs(row[name] - other[name]) - 1e-12) / max(abs(other[name]), 1e-300), f"step {step} {name}")
+        (max(0.0, abs(row[name] - other[name]) - 1e-12) / max(sizes[name], 1e-300), f"step {step} {name}")
         for step, (row, other) in enumerate(zip(rows, others, strict=True), start=1)
         for name in row.keys() | other.keys()
     ]
