@@ -22,7 +22,7 @@ from nereus.runtime.nvml import Gpu, local_gpus
 CONNECT_TIMEOUT = timedelta(seconds=3)
 """For a first connection to the address of a Ray cluster."""
 
-ANSWER_TIMEOUT = timedelta(seconds=20)
+ANSWER_TIMEOUT = timedelta(seconds=15)
 """For what listens there to say what it has; loading Ray takes some seconds of it."""
 
 _ASK_RAY = "import sys; from nereus.runtime.ray_runtime import print_slots; print_slots(sys.argv[1])"

@@ -238,6 +238,22 @@ def test_json_into_a_folder_that_does_not_exist_is_refused_before_the_run(
     assert "none" in line and "does not exist" in line
 
 
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        ("8xh200", r"write NODESxDEVICESxTYPE such as 8x8xh200, a YAML file, local or ray"),
+        ("1x8xh900", r"unknown accelerator type 'h900'; known: .*h200"),
+        ("nowhere.yaml", r"nowhere\.yaml: not found"),
+        ("ray:127.0.0.1:1", r"Ray at 127\.0\.0\.1:1: nothing answers"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_refused(
+    cluster: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(["plan", "--model", "llama-3.2-1b", "--cluster", cluster], monkeypatch, capsys)
+    assert re.search(said, line), line
+
+
 def test_an_unknown_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no benchmark 'speed'; there are generate" in refused(["bench", "speed"], monkeypatch, capsys)
 
@@ -247,8 +263,9 @@ def test_an_unknown_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch, capsys
     [
         (["--help"], ["Usage: nereus", "train", "bench", "post-training"]),
         (["train", "--help"], ["RECIPE", "KEY=VALUE", "--json"]),
+        (["plan", "--help"], ["8x8xh200", "local", "ray", "ray://HOST:PORT", "--explain"]),
     ],
-    ids=["nereus", "train"],
+    ids=["nereus", "train", "plan"],
 )
 def test_help_reads_well(
     arguments: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

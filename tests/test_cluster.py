@@ -12,6 +12,7 @@ from nereus.cluster import (
     load_cluster,
     log_distance,
     parse_cluster,
+    similar_accelerator,
 )
 from nereus.errors import ClusterError
 
@@ -47,10 +48,22 @@ def test_an_unknown_type_lists_the_known_ones():
         ("A100-80GB", "a100"),
         ("NVIDIA H200", "h200"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("A100-80G", "a100"),
+        ("A100-40G", "a100-40gb"),
+        ("AMD-Instinct-MI300X-OAM", "mi300x"),
+        ("AMD-Instinct-MI250X-MI250", "mi250x"),
     ],
 )
 def test_names_of_drivers_and_users_mean_the_same_type(written, name):
     assert known_accelerator(written).name == name
+
+
+def test_a_type_of_a_known_model_is_like_its_nearest_relative():
+    like = similar_accelerator("A10G")
+    assert like.name == "a10g" and like.flops_per_s == ACCELERATORS["a10"].flops_per_s
+    assert similar_accelerator("NVIDIA A100-PCIE-40GB", memory_bytes=42 * GB).memory_bytes_per_s == 1555 * GB
+    with pytest.raises(ClusterError, match="K80"):
+        similar_accelerator("K80")
 
 
 def test_yaml_describes_mixed_types_and_counts_that_are_no_powers_of_two(tmp_path):

@@ -145,6 +145,11 @@ def test_a_plan_that_cannot_be_read_says_how_to_write_one():
         plan("llama-3.2-1b", "1x2xh100", algorithm="grpo", compare="d4t2p2", **SEVEN)
 
 
+def test_an_argument_that_no_job_has_is_a_mistake_of_the_caller():
+    with pytest.raises(TypeError, match="bath"):
+        plan("llama-3.2-1b", "1x2xh100", bath=8)
+
+
 def test_bad_arguments_name_the_key():
     with pytest.raises(ConfigError, match="batch"):
         plan("llama-3.2-1b", "1x2xh100", batch=0)
@@ -188,6 +193,7 @@ def test_the_command_prints_json_alone_and_a_plan_that_reads_back():
     found = json.loads(done.stdout)
     assert found["feasible"] is True and found["reason"] is None
     Plan.from_json(found["stages"])
+    assert found["alternatives"] and not found["excluded"]
     assert all(a["step_s"] >= found["step_s"] * (1 - 1e-9) for a in found["alternatives"])
 
 
