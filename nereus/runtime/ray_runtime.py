@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
+import ray.util.client
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -283,7 +284,8 @@ class RaySupply(Supply):
 
 def living_nodes(kind: str) -> list[Node]:
     """The nodes of the joined cluster that have GPUs (`GPU`), or processor slots (`CPU`)."""
-    draining = ray._private.state.state.get_draining_nodes()  # Ray has no public name for it
+    through_client = ray.util.client.ray.is_connected()  # a client server does not tell which nodes drain
+    draining = {} if through_client else ray._private.state.state.get_draining_nodes()  # Ray has no public name for it
     return [
         Node(
             node["NodeID"],
