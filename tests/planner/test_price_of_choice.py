@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from instances import random_cluster, random_problem
 from test_search import combine_and_enumerate
 
-from nereus.planner.api import price_choice
+from nereus.planner.api import plan, price_choice
 from nereus.planner.calibration import Calibration
 from nereus.planner.combine import Placement
 from nereus.planner.cost import CostModel
@@ -73,3 +73,21 @@ def test_colocated_blocks_begin_where_all_of_them_can(seed):
 def test_a_block_may_start_in_the_node_behind_one_that_is_nearly_full(seed):
     found, best = combine_and_enumerate(seed)
     assert math.isclose(found, best, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("seed", [4350, 4893, 4900, 5620, 6569, 6642, 6848])
+def test_a_candidate_that_waits_is_not_given_up_for_one_whose_seconds_a_floor_hides(seed):
+    found, best = combine_and_enumerate(seed)
+    assert math.isclose(found, best, rel_tol=1e-9)
+
+
+def test_what_may_come_to_share_parameters_counts_as_lean_before_their_holder_is_chosen():
+    found, best = combine_and_enumerate(16029)
+    assert math.isclose(found, best, rel_tol=1e-9)
+
+
+def test_no_runner_up_of_a_ppo_job_on_64_devices_is_faster():
+    result = plan("llama-3.1-8b", "8x8xh200", batch=512, prompt=1024, response=4096, explain=True)
+    assert result.choice.gap == 0 and result.alternatives
+    for other in result.alternatives:
+        assert other.price.step_seconds >= result.price.step_seconds * (1 - 1e-9), other.note
