@@ -21,7 +21,7 @@ from nereus.planner.evaluate import PlanPrice, price, tokens_per_second
 from nereus.planner.memory import PRECISIONS
 from nereus.planner.problem import Limits, PlanningProblem
 from nereus.planner.refusal import Refusal
-from nereus.planner.search import Choice, search
+from nereus.planner.search import Choice, Restriction, optimum, search
 from nereus.planner.space import Space
 from nereus.planner.workload import Lengths, Workload
 from nereus.workflow import CRITIC_OF, workflow_for
@@ -332,8 +332,11 @@ def tempting(problem: PlanningProblem, choice: Choice) -> list[Excluded]:
 
 
 def _would_be_slower(problem: PlanningProblem, choice: Choice, m: ModelStage, layout: Layout, dp: int) -> bool:
-    other = search(problem, fixed={m: (layout, dp)}, budget=1)  # any plan: the choice is the fastest of all
-    return isinstance(other, Choice) and other.step_seconds >= choice.step_seconds * (1 - 1e-9)
+    """Whether no plan with this layout is faster, even if what shares a device could exceed its memory."""
+    restriction = Restriction({m: (layout, dp)}, {}, crowding=True)
+    limit_s = choice.step_seconds * (1 - 1e-9)
+    found = optimum(problem, choice.placement, restriction, overlapped=choice.overlapped, limit_s=limit_s)
+    return found is None
 
 
 def _notes(problem: PlanningProblem, choice: Choice) -> list[str]:

@@ -91,7 +91,7 @@ def search(
 
     `free` placement falls back to `colocated` only where nothing fits otherwise (one device, two trained models).
     """
-    restricted = _Restriction(fixed or {}, excluded or {})
+    restricted = Restriction(fixed or {}, excluded or {})
     placements = [problem.limits.placement]
     if problem.limits.placement is Placement.FREE:
         placements.append(Placement.COLOCATED)
@@ -110,9 +110,15 @@ def search(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Restriction:
+class Restriction:
+    """(layout, dp) that model-stages must, or must not, have.
+
+    crowding: what shares a device may exceed its memory, as long as each fits by itself.
+    """
+
     fixed: Mapping[ModelStage, tuple[Layout, int]]
     excluded: Mapping[ModelStage, tuple[Layout, int]]
+    crowding: bool = False
 
     def apply(self, table: Candidates) -> Candidates:
         for wanted, source in ((True, self.fixed), (False, self.excluded)):
@@ -126,7 +132,7 @@ class _Restriction:
 def optimum(
     problem: PlanningProblem,
     placement: Placement,
-    restriction: "_Restriction | None" = None,
+    restriction: Restriction | None = None,
     *,
     overlapped: bool = False,
     budget: int | None = None,
@@ -140,7 +146,7 @@ def optimum(
     """
     if budget is None and problem.line.num_devices > EXACT_DEVICES:
         budget = BUDGET
-    rule = _Rule(placement, overlapped, restriction or _Restriction({}, {}))
+    rule = _Rule(placement, overlapped, restriction or Restriction({}, {}))
     sketches = _Sketches(problem, rule)
 
     def solve(tables: Mapping[ModelStage, Candidates], limit_s: float) -> tuple[Combination | None, float]:
@@ -165,7 +171,7 @@ class _Rule:
 
     placement: Placement
     overlapped: bool
-    restriction: _Restriction
+    restriction: Restriction
 
     @property
     def in_turn(self) -> bool:
@@ -254,8 +260,9 @@ def _combiner(
     limit_s: float,
     budget: int | None,
 ) -> Combiner:
+    line = problem.line.with_capacity(1 << 60) if rule.restriction.crowding else problem.line
     return Combiner(
-        problem.line,
+        line,
         {m: best_settings(table) for m, table in tables.items()},
         syncs=problem.workflow.syncs,
         sync_price=problem.pricing.sync_price,
