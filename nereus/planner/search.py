@@ -30,6 +30,9 @@ EXACT_DEVICES = 64
 WITHIN = (1.015, 1.03, 1.06, 1.12, 1.25, 1.5, math.inf)
 """A plan within so many times what bounds allow is looked for, then within the next: nothing much slower is priced."""
 
+CLOSE = 1.1
+"""Where a plan within so many times what bounds allow is known already, only plans faster than it are looked for."""
+
 BUDGET = 100
 """Partial choices looked into on more devices; `Choice.gap` then says what is left unproven."""
 
@@ -157,7 +160,7 @@ def optimum(
     limit_s = known.step_seconds if known else limit_s
     hopeful = _Hopeful(sketches, limit_s=limit_s)
     for times in WITHIN:
-        within_s = min(times * hopeful.bound_s, limit_s)
+        within_s = limit_s if limit_s < CLOSE * hopeful.bound_s else min(times * hopeful.bound_s, limit_s)
         found, gap = solve(hopeful.tables(within_s), within_s)
         if found is not None or within_s == limit_s:
             break
