@@ -99,7 +99,7 @@ class Candidates:
         """A number for each layout, dp, grain and accelerator type: candidates with equal ones could share a block."""
         return packed((self.tp, 12), (self.pp, 12), (self.dp, 20), (self.grain, 12), (self.region // 2, 6))
 
-    def take(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.bool_] | slice) -> "Candidates":
+    def take(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "Candidates":
         """The candidates at some rows, in that order."""
         columns = {f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self) if f.name != "model_stage"}
         return Candidates(self.model_stage, **columns)

@@ -51,6 +51,10 @@ class LayoutTable:
     """Largest flat buffer of any rank (what a rank receives in a weight synchronization)."""
     ends_numel: Ints
     """Largest of the first and the last rank (what an optimizer update is priced on)."""
+    sizes: tuple[int, ...]
+    """The tensor-parallel sizes, ascending."""
+    size: Ints
+    """[layouts]: the number of each layout's among `sizes`."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -75,6 +79,8 @@ def layout_table(spec: ModelSpec, layouts: tuple[tuple[int, int], ...]) -> Layou
         kv_heads=np.array([heads[tp] for tp, _ in layouts], dtype=np.int64),
         largest_numel=states.max(axis=1),
         ends_numel=np.maximum(states[:, 0], states[:, -1]),
+        sizes=tuple(sorted(heads)),
+        size=np.searchsorted(sorted(heads), [tp for tp, _ in layouts]).astype(np.int64),
     )
 
 
@@ -172,7 +178,7 @@ class _StageFootprint:
         precision: Precision,
     ) -> None:
         self.stage, self.spec, self.table, self.at = model_stage.stage, spec, table, at
-        self.precision = precision
+        self.precision, self._size = precision, table.size[at]
         self.trains = self.stage is Stage.TRAINING
         total = -(-workload.num_samples // workload.mini_batches) if self.trains else workload.num_samples
         self.samples = np.maximum(1, -(-total // dp))
@@ -192,11 +198,7 @@ class _StageFootprint:
 
     def _by_tp(self, value: Callable[[int], float]) -> Floats:
         """[rows]: a number that depends on tp alone."""
-        sizes = np.unique(self.table.tp)
-        values = np.zeros(int(sizes.max()) + 1)
-        for tp in sizes.tolist():
-            values[tp] = value(tp)
-        result: Floats = values[self.table.tp[self.at]]
+        result: Floats = np.array([value(tp) for tp in self.table.sizes], dtype=np.float64)[self._size]
         return result
 
     def fullest(self, *, shared: bool) -> tuple[Ints, Ints]:
@@ -206,7 +208,7 @@ class _StageFootprint:
         for place in range(NUM_RANKS):
             numel = self.table.numel[self.at, place]
             idle = self._state(numel, shared=shared)
-            active = idle + self._working(place)
+            active = idle + self._workings[place]
             if self.trains or not shared:
                 active = active + 2 * np.minimum(SYNC_BUCKET_BYTES, numel * self.precision.param_bytes)
             fuller = active > best_active
@@ -218,6 +220,10 @@ class _StageFootprint:
         if not self.trains:
             return numel * (0 if shared else self.precision.param_bytes)
         return numel * state_bytes(self.precision)
+
+    @functools.cached_property
+    def _workings(self) -> list[Ints]:
+        return [self._working(place) for place in range(NUM_RANKS)]
 
     def _working(self, place: int) -> Ints:
         """Bytes beyond the state while the model-stage runs."""

@@ -25,6 +25,7 @@ from nereus.planner.placement import Line
 from nereus.planner.rows import Family, rows_of
 from nereus.planner.settings import Mask, amounts_of, pairs_of
 from nereus.planner.space import Space
+from nereus.planner.syncs import Shapes
 from nereus.planner.task_prices import Layouts, TaskPrices
 from nereus.planner.workload import Workload
 from nereus.workflow import Workflow
@@ -191,7 +192,7 @@ class WeightSync:
         lines = np.stack([cost.lines(name, None) for name in types])
         self._work, self._call, self._launch = lines[:, 0, hop], lines[:, 1, hop], lines[:, 1, launch]
 
-    def matrix(self, source: ModelStage, sources: Candidates, targets: Candidates) -> Floats:
+    def matrix(self, source: ModelStage, sources: Shapes | Candidates, targets: Shapes | Candidates) -> Floats:
         """[sources, targets]: seconds from each candidate of a model-stage to each of another's."""
         spec, wide = self.pricing.specs[source.role], self.pricing.precision.param_bytes
         sent = np.multiply.outer(spec.num_params * wide / sources.num_devices, targets.dp)
@@ -210,7 +211,7 @@ class WeightSync:
             packed((targets.tp, 12), (targets.pp, 12), (targets.dp, 20), (targets.region // 2, 6)),
         )
 
-    def _received(self, spec: ModelSpec, targets: Candidates) -> Floats:
+    def _received(self, spec: ModelSpec, targets: Shapes | Candidates) -> Floats:
         numel = _largest_numel(spec, self.pricing.space.layouts(spec, self.pricing.line))
         return numel[targets.tp, targets.pp] * self.pricing.precision.param_bytes
 

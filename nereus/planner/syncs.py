@@ -4,6 +4,7 @@ Prices depend on few properties of a candidate, of which a table has far fewer c
 the classes of equal price serves a whole search.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -19,10 +20,28 @@ Mask = npt.NDArray[np.bool_]
 Pair = tuple[ModelStage, ModelStage]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Shapes:
+    """What the price of a synchronization may depend on of each candidate, [rows]."""
+
+    tp: Ints
+    pp: Ints
+    dp: Ints
+    region: Ints
+
+    @property
+    def num_devices(self) -> Ints:
+        return self.tp * self.pp * self.dp
+
+    @classmethod
+    def of(cls, table: "Shapes | Candidates", rows: "Ints | slice") -> "Shapes":
+        return cls(table.tp[rows], table.pp[rows], table.dp[rows], table.region[rows])
+
+
 class SyncPrice(Protocol):
     """Prices weight synchronizations."""
 
-    def matrix(self, source: ModelStage, sources: Candidates, targets: Candidates) -> Floats:
+    def matrix(self, source: ModelStage, sources: "Shapes | Candidates", targets: "Shapes | Candidates") -> Floats:
         """[sources, targets]: seconds from each candidate of a model-stage to each of another's."""
 
     def classes(self, sources: Candidates, targets: Candidates) -> tuple[Ints, Ints]:
@@ -53,7 +72,7 @@ class _PairPrices:
         of, to = price.classes(sources, targets)
         self.sources, self.targets = _Groups(of), _Groups(to)
         self._source, self._price = source, price
-        self._one_of_each = sources.take(self.sources.first), targets.take(self.targets.first)
+        self._one_of_each = Shapes.of(sources, self.sources.first), Shapes.of(targets, self.targets.first)
         self.source_keys, self.target_keys = sources.shape_keys, targets.shape_keys
 
     @functools.cached_property
@@ -71,7 +90,7 @@ class _PairPrices:
     def _prices(self, of: Ints, to: Ints | slice) -> Floats:
         """[classes `of` the sources, classes `to` of the targets]."""
         sources, targets = self._one_of_each
-        return self._price.matrix(self._source, sources.take(of), targets.take(to))
+        return self._price.matrix(self._source, Shapes.of(sources, of), Shapes.of(targets, to))
 
     def apart(self, row: int) -> tuple[Floats, Mask]:
         prices = self._prices(self.sources.number[row : row + 1], slice(None))[0][self.targets.number]

@@ -11,7 +11,7 @@ import numpy as np
 
 from nereus.cluster import Accelerator, Link
 from nereus.plan import Layout
-from nereus.planner.candidates import Floats, Ints
+from nereus.planner.candidates import Floats
 from nereus.planner.cost import OPTIMIZER_PASSES, Span, machine_balance, pipeline_basis
 from nereus.planner.footprints import LayoutTable
 from nereus.planner.memory import Precision, Recompute
@@ -99,9 +99,9 @@ class TaskPrices:
 
     def _prefill_seconds(self, lines: Counts) -> Floats:
         """[layouts, 2]: seconds of a prefill pass, and of each prompt in it."""
-        prompt, sizes, number = self.work.prompt_tokens, *self._tp_sizes()
-        counts = _prefill_counts(self.shape, sizes, self.value_bytes, self.span.tp_link, prompt)
-        per: Floats = np.tensordot(counts, lines, axes=2)[number]
+        prompt = self.work.prompt_tokens
+        counts = _prefill_counts(self.shape, self.table.sizes, self.value_bytes, self.span.tp_link, prompt)
+        per: Floats = np.tensordot(counts, lines, axes=2)[self.table.size]
         per[:, 1] /= self.table.pp
         per_pass, per_token = self._hop_seconds(lines)
         per[:, 0] += per_pass
@@ -110,19 +110,13 @@ class TaskPrices:
 
     def _decode_seconds(self, lines: Counts, compute_bound: bool) -> Floats:
         """[layouts, 3]: seconds of a decode step, of each token in it, and of each token of context one attends to."""
-        sizes, number = self._tp_sizes()
-        counts = _decode_counts(self.shape, sizes, self.value_bytes, self.span.tp_link, compute_bound)
-        per: Floats = np.tensordot(counts, lines, axes=2)[number]
+        counts = _decode_counts(self.shape, self.table.sizes, self.value_bytes, self.span.tp_link, compute_bound)
+        per: Floats = np.tensordot(counts, lines, axes=2)[self.table.size]
         per[:, 1:] /= self.table.pp[:, None]
         per_pass, per_token = self._hop_seconds(lines)
         per[:, 0] += per_pass + self.table.pp * lines[1, LAUNCH]
         per[:, 1] += per_token
         return per
-
-    def _tp_sizes(self) -> tuple[tuple[int, ...], Ints]:
-        """The tensor-parallel sizes, and the number [layouts] of each layout's among them."""
-        sizes, number = np.unique(self.table.tp, return_inverse=True)
-        return tuple(sizes.tolist()), np.asarray(number, dtype=np.int64)
 
     def _hop_seconds(self, lines: Counts) -> tuple[Floats, Floats]:
         """([layouts] each) seconds to hand activations along the pipeline: of a pass, and of each token in it."""
