@@ -32,7 +32,8 @@ from nereus.cluster import parse_cluster
 from nereus.plan import ModelStage
 from nereus.planner.api import problem_for
 from nereus.planner.candidates import Candidates, best_settings
-from nereus.planner.combine import Combiner, Placement
+from nereus.planner.combination import Placement
+from nereus.planner.combine import Combiner
 from nereus.planner.evaluate import price
 from nereus.planner.operations import Op
 from nereus.planner.problem import PlanningProblem

@@ -15,7 +15,7 @@ from nereus.model import Head, ModelSpec
 from nereus.models import load_spec
 from nereus.plan import Layout, ModelStage, Plan, Role, StagePlan, parse_stage_plan
 from nereus.planner.calibration import Calibration
-from nereus.planner.combine import Placement
+from nereus.planner.combination import Placement
 from nereus.planner.cost import CostModel
 from nereus.planner.evaluate import PlanPrice, price, tokens_per_second
 from nereus.planner.memory import PRECISIONS

@@ -13,7 +13,6 @@ candidates were priced.
 """
 
 import dataclasses
-import enum
 import math
 from collections.abc import Mapping, Sequence
 
@@ -22,71 +21,16 @@ import numpy.typing as npt
 
 from nereus.plan import ModelStage, Stage
 from nereus.planner.bounds import Bounds, Options, step_of
-from nereus.planner.candidates import Candidate, Candidates, Floats, Ints
+from nereus.planner.candidates import Candidates, Floats, Ints
+from nereus.planner.combination import Combination, Part, Placement
 from nereus.planner.frontier import Frontier, carefree, most_beside
 from nereus.planner.placement import Block, Line, Placer
 from nereus.planner.syncs import Pair, SyncPrice, SyncTable
-
-
-class Placement(enum.StrEnum):
-    """Who may share devices.
-
-    colocated: all blocks begin at the first device, and every model-stage runs in turn.
-    disjoint: model-stages of different roles share no device.
-    free: model-stages of one stage share no device; those of different stages may.
-    """
-
-    COLOCATED = "colocated"
-    DISJOINT = "disjoint"
-    FREE = "free"
-
 
 Mask = npt.NDArray[np.bool_]
 
 NARROWING = 0.5
 """The search starts over when a better plan leaves less than this share of the candidates."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Combination:
-    """The chosen candidate and [start, end) of each model-stage, and what a step takes.
-
-    shared: model-stages that use the parameters of their role's training model-stage in place.
-    overlapped: generation runs beside the other waves.
-    """
-
-    chosen: dict[ModelStage, Candidate]
-    spans: dict[ModelStage, tuple[int, int]]
-    shared: frozenset[ModelStage]
-    wave_seconds: tuple[float, ...]
-    sync_seconds: dict[Pair, float]
-    overlapped: bool = False
-
-    @property
-    def step_seconds(self) -> float:
-        waves = step_of(np.array(self.wave_seconds), overlapped=self.overlapped)
-        return float(waves) + sum(self.sync_seconds.values())
-
-
-@dataclasses.dataclass(slots=True)
-class _Part:
-    """A partial choice. blocks[i] holds the model-stages in members[i].
-
-    waves: seconds of the chosen, by wave, without waiting for the crosser. floor: what no completion undercuts.
-    """
-
-    waves: Floats
-    floor: Floats
-    sync: dict[Pair, float]
-    rows: dict[ModelStage, int]
-    blocks: tuple[Block, ...]
-    members: tuple[tuple[ModelStage, ...], ...]
-    shared: frozenset[ModelStage] = frozenset()
-    spans: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def sync_seconds(self) -> float:
-        return sum(self.sync.values())
 
 
 class Combiner:
@@ -163,7 +107,7 @@ class Combiner:
         while all(map(len, self.tables.values())):
             self._narrowed = False
             nothing = np.zeros(self.bounds.num_waves)
-            self._expand(0, _Part(nothing, nothing, {}, {}, (), ()))
+            self._expand(0, Part(nothing, nothing, {}, {}, (), ()))
             if not self._narrowed:
                 break
         return self.best
@@ -186,7 +130,7 @@ class Combiner:
             self._use({m: self.tables[m].take(rows) for m, rows in keep.items()})
             self._narrowed = True
 
-    def _expand(self, depth: int, part: _Part) -> None:
+    def _expand(self, depth: int, part: Part) -> None:
         if depth == len(self.order):
             self._finish(part)
             return
@@ -224,7 +168,7 @@ class Combiner:
                 if self._looks_ahead(child):
                     self._expand(depth + 1, child)
 
-    def _compared(self, m: ModelStage, part: _Part, floors: Floats) -> Floats:
+    def _compared(self, m: ModelStage, part: Part, floors: Floats) -> Floats:
         """[rows of `m`, waves]: what decides between candidates that need the same devices.
 
         The floors, except in the shared wave: a member may have to wait for the crosser there, and what hides its own
@@ -239,7 +183,7 @@ class Combiner:
             compared[:, wave] = np.maximum(compared[:, wave], part.floor[wave] - wait_s)
         return compared
 
-    def _looks_ahead(self, part: _Part) -> bool:
+    def _looks_ahead(self, part: Part) -> bool:
         """Whether every model-stage still to be chosen has a candidate left; raises the floor to the fastest of those.
 
         Out are candidates that need more memory than what must share a device with them leaves.
@@ -268,7 +212,7 @@ class Combiner:
             return False
         return not self._scarce or self._least_fit(part, left)
 
-    def _least_fit(self, part: _Part, possible: Mapping[ModelStage, Mask]) -> bool:
+    def _least_fit(self, part: Part, possible: Mapping[ModelStage, Mask]) -> bool:
         """Whether a choice can be placed together with blocks that are no larger than any still to be chosen.
 
         possible: the candidates that are left, of each model-stage still to be chosen.
@@ -287,7 +231,7 @@ class Combiner:
         together = dataclasses.replace(part, blocks=blocks, members=members)
         return self._placer.place(blocks, self._conflicts(together)) is not None
 
-    def _leanest(self, m: ModelStage, part: _Part) -> tuple[Ints, Ints]:
+    def _leanest(self, m: ModelStage, part: Part) -> tuple[Ints, Ints]:
         """([rows of `m`] each) idle and peak bytes at least: fewer where it may share the parameters of its source."""
         table = self.tables[m]
         idle, peak = table.idle, table.active - table.idle
@@ -295,7 +239,7 @@ class Combiner:
             idle, peak = np.minimum(idle, table.shared_idle), np.minimum(peak, table.shared_active - table.shared_idle)
         return idle, peak
 
-    def _fits_beside(self, part: _Part, m: ModelStage, others: int) -> Mask:
+    def _fits_beside(self, part: Part, m: ModelStage, others: int) -> Mask:
         """[rows of `m`]: whether memory suffices on devices that it must share; `others`: idle bytes sure to come."""
         table, room = self.tables[m], self.line.max_capacity
         idle, peak = self._leanest(m, part)
@@ -312,7 +256,7 @@ class Combiner:
                 fits &= ~forced | (idle + block.idle + np.maximum(peak, block.peak) <= room)
         return fits
 
-    def _devices_of_others(self, part: _Part, m: ModelStage) -> int:
+    def _devices_of_others(self, part: Part, m: ModelStage) -> int:
         """Devices that roles other than the one of `m` keep to themselves, at least; 0 where roles may share."""
         if self.placement is not Placement.DISJOINT:
             return 0
@@ -323,7 +267,7 @@ class Combiner:
             held[other.role] = max(held.get(other.role, 0), least)
         return sum(devices for role, devices in held.items() if role != m.role)
 
-    def _sync_to_come(self, model_stage: ModelStage, part: _Part, floors: Floats, hopeful: Mask) -> Floats | float:
+    def _sync_to_come(self, model_stage: ModelStage, part: Part, floors: Floats, hopeful: Mask) -> Floats | float:
         """[rows]: seconds that bringing weights to another model-stage, chosen later, adds at least to hopeful rows."""
         total: Floats | float = 0.0
         for pair in self.prices.pairs:
@@ -340,12 +284,12 @@ class Combiner:
                 total = total + self.prices.least_from(pair, hopeful, added)
         return total
 
-    def _lift(self, m: ModelStage, part: _Part, floor: Floats) -> Floats:
+    def _lift(self, m: ModelStage, part: Part, floor: Floats) -> Floats:
         """[rows of `m`]: by how much choosing it lifts a step that takes `floor` anyway, at least."""
         lifted: Floats = self._step(self.bounds.completions(m, part.rows, floor)) - self._step(floor)
         return lifted
 
-    def _syncs_ahead(self, part: _Part, possible: Mapping[ModelStage, Mask]) -> float:
+    def _syncs_ahead(self, part: Part, possible: Mapping[ModelStage, Mask]) -> float:
         """Seconds that synchronizations to model-stages still to be chosen add at least to the floor of a choice.
 
         possible: the candidates that are left, of each. Only the largest is taken where the tasks of pairs meet in a
@@ -375,7 +319,7 @@ class Combiner:
             total, largest = total + least, max(largest, least)
         return total if taken.max() <= 1 and not self.overlapped else largest
 
-    def _sync_bounds(self, model_stage: ModelStage, part: _Part) -> tuple[Floats | None, Mask | None, Pair | None]:
+    def _sync_bounds(self, model_stage: ModelStage, part: Part) -> tuple[Floats | None, Mask | None, Pair | None]:
         """(seconds of synchronization per row when apart, rows that could share parameters, the pair)."""
         for pair in self.prices.pairs:
             if pair[1] == model_stage and pair[0] in part.rows:
@@ -397,13 +341,13 @@ class Combiner:
 
     def _extended(
         self,
-        part: _Part,
+        part: Part,
         model_stage: ModelStage,
         row: int,
         together: bool,
         pair: Pair | None,
         alone: Floats | None,
-    ) -> _Part | None:
+    ) -> Part | None:
         """`part` with one more choice, or None where its blocks cannot be placed together."""
         table = self.tables[model_stage]
         seconds = table.seconds[row]
@@ -423,14 +367,14 @@ class Combiner:
             blocks, members = (*part.blocks, block), (*part.members, (model_stage,))
             if pair is not None and alone is not None:
                 sync = {**sync, pair: float(alone[row])}
-        child = _Part(waves, part.floor, sync, {**part.rows, model_stage: row}, blocks, members, shared)
+        child = Part(waves, part.floor, sync, {**part.rows, model_stage: row}, blocks, members, shared)
         spans = self._placer.place(child.blocks, self._conflicts(child))
         if spans is None:
             return None
         child.spans = spans
         return child
 
-    def _glued(self, part: _Part, at: int, model_stage: ModelStage, row: int) -> Block:
+    def _glued(self, part: Part, at: int, model_stage: ModelStage, row: int) -> Block:
         """The block of a training model-stage and one that uses its parameters in place; the stricter region holds."""
         block, table = part.blocks[at], self.tables[model_stage]
         idle = block.idle + int(table.shared_idle[row])
@@ -438,7 +382,7 @@ class Combiner:
         region = min(block.region, int(table.region[row]))
         return dataclasses.replace(block, idle=idle, peak=peak, region=region)
 
-    def _conflicts(self, part: _Part, apart: Sequence[ModelStage] = ()) -> tuple[int, ...]:
+    def _conflicts(self, part: Part, apart: Sequence[ModelStage] = ()) -> tuple[int, ...]:
         """For each block the mask of those it must not overlap; `apart`: model-stages to keep off the crosser."""
         masks = [0] * len(part.blocks)
         if self.in_turn:
@@ -457,7 +401,7 @@ class Combiner:
             return True
         return (x == self.crosser and y in apart) or (y == self.crosser and x in apart)
 
-    def _finish(self, part: _Part) -> None:
+    def _finish(self, part: Part) -> None:
         """Place a complete choice so that the shared wave is as short as can be; keep it where it is the fastest."""
         for waves, apart in self._wave_options(part):
             if float(self._step(waves)) + part.sync_seconds >= self.best_seconds:
@@ -478,7 +422,7 @@ class Combiner:
             self._narrow()
             return
 
-    def _wave_options(self, part: _Part) -> list[tuple[Floats, tuple[ModelStage, ...]]]:
+    def _wave_options(self, part: Part) -> list[tuple[Floats, tuple[ModelStage, ...]]]:
         """(wave seconds, model-stages that must then stay off the crosser's devices), fastest first."""
         if self.crosser is None or self.in_turn or not self.bounds.shared_members:
             return [(part.waves, ())]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from nereus.cluster import Cluster
 from nereus.model import ModelSpec
 from nereus.plan import Role
-from nereus.planner.combine import Placement
+from nereus.planner.combination import Placement
 from nereus.planner.cost import CostModel
 from nereus.planner.memory import Precision
 from nereus.planner.placement import Line, line_of

@@ -13,7 +13,7 @@ import numpy as np
 
 from nereus.plan import ModelStage, Plan, StagePlan
 from nereus.planner.candidates import Candidate, Ints
-from nereus.planner.combine import Combination, Placement
+from nereus.planner.combination import Combination, Placement
 from nereus.planner.placement import Line
 
 MAX_TRIED = 4096

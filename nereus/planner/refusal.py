@@ -8,7 +8,7 @@ import numpy as np
 from nereus.cluster import GB
 from nereus.plan import ModelStage, Stage
 from nereus.planner.candidates import Candidates
-from nereus.planner.combine import Placement
+from nereus.planner.combination import Placement
 from nereus.planner.pricing import Pricing
 
 

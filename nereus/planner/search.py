@@ -16,7 +16,8 @@ import numpy as np
 from nereus.plan import Layout, ModelStage, Plan, StagePlan
 from nereus.planner.bounds import Bounds, step_of
 from nereus.planner.candidates import Candidate, Candidates, Floats, Ints, best_settings
-from nereus.planner.combine import Combination, Combiner, Placement
+from nereus.planner.combination import Combination, Placement
+from nereus.planner.combine import Combiner
 from nereus.planner.frontier import carefree, most_beside
 from nereus.planner.memory import Recompute
 from nereus.planner.placement import Line

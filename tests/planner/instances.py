@@ -16,7 +16,7 @@ from nereus.plan import (
 )
 from nereus.planner.calibration import Calibration
 from nereus.planner.candidates import Candidate, Candidates
-from nereus.planner.combine import Placement
+from nereus.planner.combination import Placement
 from nereus.planner.cost import CostModel
 from nereus.planner.memory import BF16, Recompute
 from nereus.planner.placement import Line

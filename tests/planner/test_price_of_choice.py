@@ -12,7 +12,7 @@ from test_search import combine_and_enumerate
 
 from nereus.planner.api import plan, price_choice
 from nereus.planner.calibration import Calibration
-from nereus.planner.combine import Placement
+from nereus.planner.combination import Placement
 from nereus.planner.cost import CostModel
 from nereus.planner.search import Choice, search
 

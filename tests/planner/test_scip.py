@@ -12,7 +12,7 @@ from instances import random_problem, random_tables
 from nereus.cluster import ACCELERATORS, uniform_cluster
 from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, Layout
 from nereus.planner.candidates import Candidate, Candidates, best_settings
-from nereus.planner.combine import Placement
+from nereus.planner.combination import Placement
 from nereus.planner.evaluate import price
 from nereus.planner.memory import Recompute
 from nereus.planner.placement import Line
