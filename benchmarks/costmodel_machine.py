@@ -31,7 +31,7 @@ PLANS = (StagePlan.of(Layout(), (0,)),) + tuple(StagePlan.of(layout, (0, 1)) for
     Layout(), Layout(tp=2), Layout(pp=2),
 ))  # fmt: skip
 
-LENGTHS = ((32,) * SAMPLES, (64,) * SAMPLES, (128,) * SAMPLES, (192,) * SAMPLES, (16, 32, 48, 64, 96, 128, 160, 192))
+LENGTHS = (*((tokens,) * SAMPLES for tokens in (32, 64, 96, 128, 192)), (16, 32, 48, 64, 96, 128, 160, 192))
 MICRO_BATCHES = (2, 4)
 
 
@@ -40,7 +40,7 @@ def cases(quick: bool) -> list[Case]:
     result = []
     for stage in STAGES:
         for plan in PLANS:
-            for lengths in LENGTHS[2:3] if quick else LENGTHS:
+            for lengths in LENGTHS[3:4] if quick else LENGTHS:
                 if stage == "generation" and len(set(lengths)) > 1:
                     continue
                 sizes = (4, SAMPLES) if stage == "generation" else MICRO_BATCHES
