@@ -1,6 +1,6 @@
 """The planner's question and its answer: which plan is fastest for this job on these devices, or why none fits.
 
-    PlanningProblem -> sketch every model-stage -> a first plan from powers of two -> what could still beat it
+    PlanningProblem -> sketch every model-stage -> the current plan, priced anew -> what could still beat it
                     -> combine exactly -> place near the current plan -> Choice | Refusal
 
 `search` is a pure function of the problem and the current plan: the controller calls it at every replan, the command
@@ -88,9 +88,8 @@ def search(
 ) -> Choice | Refusal:
     """The fastest plan that fits, or what stands against every one.
 
-    current: among equally fast placements, the one that moves least from this plan is taken.
-    fixed, excluded: (layout, dp) that a model-stage must, or must not, have; for alternatives to a choice.
-
+    current: limits the search where its layouts still fit; among equally fast placements, the one that moves least from
+    it is taken. fixed, excluded: (layout, dp) that a model-stage must, or must not, have; for alternatives to a choice.
     budget: partial choices looked into before the best plan found is enough (default: by the number of devices).
 
     `free` placement falls back to `colocated` only where nothing fits otherwise (one device, two trained models).
