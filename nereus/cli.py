@@ -174,7 +174,7 @@ def main() -> None:
     """Entry point of the `nereus` command."""
     _end_cleanly_on_sigterm()
     try:
-        app()
+        app(prog_name="nereus")
     except InputError as error:
         sys.exit(_say(f"error: {error}", 2))
     except NereusError as error:

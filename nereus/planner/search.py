@@ -84,13 +84,11 @@ def search(
     current: Plan | None = None,
     fixed: Mapping[ModelStage, tuple[Layout, int]] | None = None,
     excluded: Mapping[ModelStage, tuple[Layout, int]] | None = None,
-    budget: int | None = None,
 ) -> Choice | Refusal:
     """The fastest plan that fits, or what stands against every one.
 
     current: limits the search where its layouts still fit; among equally fast placements, the one that moves least from
     it is taken. fixed, excluded: (layout, dp) that a model-stage must, or must not, have; for alternatives to a choice.
-    budget: partial choices looked into before the best plan found is enough (default: by the number of devices).
 
     `free` placement falls back to `colocated` only where nothing fits otherwise (one device, two trained models).
     """
@@ -102,9 +100,7 @@ def search(
         best: Choice | None = None
         for overlapped in (True, False) if problem.may_overlap(placement) else (False,):
             limit_s = best.step_seconds if best else math.inf
-            found = optimum(
-                problem, placement, restricted, overlapped=overlapped, budget=budget, current=current, limit_s=limit_s
-            )
+            found = optimum(problem, placement, restricted, overlapped=overlapped, current=current, limit_s=limit_s)
             if found is not None:
                 best = _choice(problem, *found, placement, current)
         if best is not None:
@@ -138,7 +134,6 @@ def optimum(
     restriction: Restriction | None = None,
     *,
     overlapped: bool = False,
-    budget: int | None = None,
     current: Plan | None = None,
     limit_s: float = math.inf,
 ) -> tuple[Combination, float] | None:
@@ -147,8 +142,7 @@ def optimum(
     overlapped: generation has devices of its own and runs beside the rest of the step.
     current: where its layouts still fit, only faster combinations are looked for. limit_s: so is nothing slower.
     """
-    if budget is None and problem.line.num_devices > EXACT_DEVICES:
-        budget = BUDGET
+    budget = BUDGET if problem.line.num_devices > EXACT_DEVICES else None
     rule = _Rule(placement, overlapped, restriction or Restriction({}, {}))
     sketches = _Sketches(problem, rule)
 
