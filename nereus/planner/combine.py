@@ -38,7 +38,7 @@ class Combiner:
 
     syncs: (source, target) pairs, priced by `sync_price`. overlapped: generation has devices of its own and runs beside
     the other waves. limit_s: only combinations faster than this are of interest.
-    budget: partial choices looked into before the search settles for the best found; None to prove the optimum.
+    budget: choices tried before the search settles for the best plan found; None to prove the optimum.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Combiner:
         self._ends_matter = self.in_turn and len(line.regions) > 2
         self.budget = math.inf if budget is None else budget
         self.bound_s = 0.0
-        self.num_expanded = 0
+        self.num_tried = 0
         self._narrowed = False
         self._use({m: self._possible(table) for m, table in tables.items()})
 
@@ -115,7 +115,7 @@ class Combiner:
     @property
     def spent(self) -> bool:
         """Whether a plan was found, here or before, and the budget for proving it the fastest is used up."""
-        return self.best_seconds < math.inf and self.num_expanded >= self.budget
+        return self.best_seconds < math.inf and self.num_tried >= self.budget
 
     @property
     def gap(self) -> float:
@@ -134,7 +134,6 @@ class Combiner:
         if depth == len(self.order):
             self._finish(part)
             return
-        self.num_expanded += 1
         model_stage = self.order[depth]
         table = self.tables[model_stage]
         floors = self.bounds.completions(model_stage, part.rows, part.floor)
@@ -162,6 +161,7 @@ class Combiner:
                 break
             if frontier.dominates(row, together):
                 continue
+            self.num_tried += 1
             child = self._extended(part, model_stage, row, together, pair, alone)
             if child is not None:
                 child.floor = floors[row]

@@ -25,7 +25,7 @@ from nereus.planner.problem import PlanningProblem
 from nereus.planner.rearrange import nearest_spans
 from nereus.planner.refusal import Refusal, refuse
 
-EXACT_DEVICES = 64
+EXACT_DEVICES = 16
 """Up to so many devices the search always proves that its choice is the fastest."""
 
 WITHIN = (1.015, 1.03, 1.06, 1.12, 1.25, 1.5, math.inf)
@@ -34,8 +34,8 @@ WITHIN = (1.015, 1.03, 1.06, 1.12, 1.25, 1.5, math.inf)
 CLOSE = 1.1
 """Where a plan within so many times what bounds allow is known already, only plans faster than it are looked for."""
 
-BUDGET = 100
-"""Partial choices looked into on more devices; `Choice.gap` then says what is left unproven."""
+BUDGET = 4000
+"""Choices tried on more devices, a second or two; `Choice.gap` then says what is left unproven."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
