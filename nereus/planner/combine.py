@@ -29,6 +29,10 @@ from nereus.planner.syncs import Pair, SyncPrice, SyncTable
 
 Mask = npt.NDArray[np.bool_]
 
+ALLOWANCES = (50, 500, math.inf)
+"""Choices tried below each first candidate before the search goes on to the next; then all over with the next of these:
+where memory is tight, the best bound is a poor guide, and a good plan found early spares most of the rest."""
+
 NARROWING = 0.5
 """The search starts over when a better plan leaves less than this share of the candidates."""
 
@@ -61,8 +65,8 @@ class Combiner:
         self._placer = Placer(line, at_start=self.in_turn)
         self._ends_matter = self.in_turn and len(line.regions) > 2
         self.budget = math.inf if budget is None else budget
-        self.bound_s = 0.0
-        self.num_tried = 0
+        self.num_tried = self._begun = 0
+        self._allowance = self._open_s = math.inf
         self._narrowed = False
         self._use({m: self._possible(table) for m, table in tables.items()})
 
@@ -104,11 +108,13 @@ class Combiner:
 
     def solve(self) -> Combination | None:
         """The optimum, or None where nothing (faster than the limit) fits."""
-        while all(map(len, self.tables.values())):
-            self._narrowed = False
-            nothing = np.zeros(self.bounds.num_waves)
-            self._expand(0, Part(nothing, nothing, {}, {}, (), ()))
-            if not self._narrowed:
+        for allowance in ALLOWANCES:
+            self._allowance, self._narrowed = allowance, True
+            while self._narrowed and all(map(len, self.tables.values())):
+                self._narrowed, self._open_s = False, math.inf
+                nothing = np.zeros(self.bounds.num_waves)
+                self._expand(0, Part(nothing, nothing, {}, {}, (), ()))
+            if self._open_s >= self.best_seconds or self.spent:
                 break
         return self.best
 
@@ -120,7 +126,7 @@ class Combiner:
     @property
     def gap(self) -> float:
         """Share by which a faster plan might at most undercut the best found; 0 where it is the optimum."""
-        return max(0.0, 1 - self.bound_s / self.best_seconds) if self.spent else 0.0
+        return max(0.0, 1 - self._open_s / self.best_seconds) if math.isfinite(self.best_seconds) else 0.0
 
     def _narrow(self) -> None:
         """Start over with the candidates that can still be part of something faster, where that leaves far fewer."""
@@ -155,9 +161,12 @@ class Combiner:
         if glued is not None:
             entries.append((np.where(glued, bounds, math.inf), True))
         for row, together, bound in self._ordered(table, entries):
-            if depth == 0 and not self.spent:
-                self.bound_s = bound
-            if self._narrowed or self.spent or bound >= self.best_seconds:
+            if bound >= self.best_seconds or self._narrowed:
+                break
+            if depth == 0:
+                self._begun = self.num_tried
+            if self.spent or self.num_tried - self._begun >= self._allowance:
+                self._open_s = min(self._open_s, bound)
                 break
             if frontier.dominates(row, together):
                 continue
