@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from nereus.cluster import ACCELERATORS, Accelerator, Cluster, cluster_of, load_cluster, similar_accelerator
-from nereus.errors import ClusterError
+from nereus.errors import ClusterError, ConfigError
 from nereus.runtime.nvml import Gpu, local_gpus
 
 CONNECT_TIMEOUT = timedelta(seconds=3)
@@ -24,6 +24,9 @@ CONNECT_TIMEOUT = timedelta(seconds=3)
 
 ANSWER_TIMEOUT = timedelta(seconds=15)
 """For what listens there to say what it has; loading Ray takes some seconds of it."""
+
+JOIN_TIMEOUT = timedelta(seconds=30)
+"""The same before a run joins it, which a busy machine must not keep from starting."""
 
 _ASK_RAY = "import sys; from nereus.runtime.ray_runtime import print_slots; print_slots(sys.argv[1])"
 
@@ -65,21 +68,36 @@ def ray_cluster(address: str) -> Cluster:
     address: as `ray.init` takes it (`auto`, `HOST:PORT`, `ray://HOST:PORT`). Types are Ray's `accelerator_type:NAME`
     resources. Raises ClusterError where nothing answers within seconds.
     """
-    _check_listens(address)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _ASK_RAY, address],
-            capture_output=True, text=True, timeout=ANSWER_TIMEOUT.total_seconds(),
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise ClusterError(f"Ray at {address}: no answer in {ANSWER_TIMEOUT.total_seconds():g} s; is it Ray?") from None
-    slots = _slots(done.stdout, address)
+    slots = _ask(address, ANSWER_TIMEOUT)
     if not slots:
         raise ClusterError(f"Ray at {address}: no node has a GPU or a processor slot")
     return cluster_of(
         ((node, Accelerator(**accelerator), None) for node, accelerator, _ in slots),
         cores_per_node=max(cores for _, _, cores in slots),
     )
+
+
+def check_address(address: str) -> None:
+    """Raise ConfigError of `cluster.address` where no Ray answers there.
+
+    For a run, before it joins: where something else listens, `ray.init` waits for two minutes and ends the process.
+    """
+    try:
+        _ask(address, JOIN_TIMEOUT)
+    except ClusterError as error:
+        raise ConfigError("cluster.address", str(error)) from None
+
+
+def _ask(address: str, timeout: timedelta) -> list[Any]:
+    """[node, accelerator, processor cores of the node] of each slot of a running Ray; raises ClusterError."""
+    _check_listens(address)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK_RAY, address], capture_output=True, text=True, timeout=timeout.total_seconds()
+        )
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"Ray at {address}: no answer in {timeout.total_seconds():g} s; is it Ray?") from None
+    return _slots(done.stdout, address)
 
 
 def _slots(printed: str, address: str) -> list[Any]:

@@ -13,6 +13,7 @@ from nereus.cluster import Cluster
 from nereus.config import RunConfig, TransitionConfig
 from nereus.control import Requests, Status
 from nereus.controller import Clock, Controller, Course
+from nereus.discovery import check_address
 from nereus.errors import ConfigError, NoFeasiblePlan
 from nereus.job import Job, prepare_job
 from nereus.monitor.supply import Supply, configured_supply
@@ -104,6 +105,9 @@ def run_training(config: RunConfig, view: View) -> TrainResult:
     def progress(what: str, done: int, total: int) -> None:
         view.phase(what, done=done, total=total)
 
+    if config.cluster.address is not None:
+        view.phase(f"asking for Ray at {config.cluster.address}")
+        check_address(config.cluster.address)
     job = prepare_job(config, progress)
     pool = RayPool(ray_settings(config))
     folder, requests = RunFolder(config.run.dir), Requests(config.run.dir)

@@ -6,13 +6,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import runs
 
 import nereus
 from nereus.cluster import ACCELERATORS, Cluster
-from nereus.discovery import accelerator_of, find_cluster, local_cluster
-from nereus.errors import ClusterError
+from nereus.discovery import accelerator_of, check_address, find_cluster, local_cluster
+from nereus.errors import ClusterError, ConfigError
 from nereus.runtime.nvml import Gpu, local_gpus
 
 MIB = 1 << 20
@@ -155,6 +157,38 @@ def test_python_takes_a_cluster_as_written_as_found_or_as_a_value() -> None:
     value = nereus.plan("llama-3.2-1b", find_cluster("1x2xh100"), **job)
     assert written.plan == value.plan
     assert isinstance(nereus.plan("llama-3.2-1b", "local", **job).problem.cluster, Cluster)
+
+
+@pytest.mark.parametrize("form", ["{}", "ray://{}"])
+def test_a_run_with_a_wrong_address_ends_within_seconds_and_names_the_key(tmp_path: Path, form: str) -> None:
+    address = form.format("127.0.0.1:1")
+    ended = runs.nereus("train", *runs.tiny(tmp_path, f"cluster.address={address}"), folder=tmp_path)
+    last = ended.output.splitlines()[-1]
+    assert ended.code == 2 and last.startswith(f"error: cluster.address: Ray at {address}: nothing answers"), ended
+    assert "Traceback" not in ended.output and "warm start" not in ended.output
+    assert ended.seconds < 30, "loading the libraries on a busy machine"
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [("127.0.0.1:1", "nothing answers"), ("nowhere.invalid:6379", "nothing answers"), ("6379", "Invalid address")],
+)
+def test_an_address_that_no_run_can_join_is_named_in_one_line(address: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^cluster.address: Ray at {address}.*{problem}") as error:
+        check_address(address)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_auto_finds_the_ray_that_runs_or_says_that_none_does(
+    without_gpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", without_gpus)
+    check_address("auto")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(ConfigError, match="^cluster.address: Ray at auto: no answer in 30 s"):
+            check_address("auto")
 
 
 def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
