@@ -1,7 +1,7 @@
 """What the controller asks at each boundary of a run that adapts: supply and decider, with every input recorded.
 
     rule(step, now) : supply.at -> `supply` event where the view changed -> Decider.boundary -> `trigger`, `decision`
-    moved, ended    : what was done, told to the decider
+    moved, aborted, ended: what was done, told to the decider
 
 It neither runs nor moves anything, and reads no clock: the controller says what time it is.
 """
@@ -44,6 +44,10 @@ class Adaptation:
     def moved(self, target: Plan, *, seconds: float | None = None) -> None:
         """The job is on `target`: by a ruling, a recipe or a hand. seconds: of a live transition."""
         self._decider.moved(target, seconds=seconds)
+
+    def aborted(self, target: Plan, step: int) -> None:
+        """A transition to `target` before `step` was refused or rolled back; its event has been observed."""
+        self._decider.aborted(target, step)
 
     def ended(self, report: StepReport) -> None:
         """A step has ended; its event has been observed."""

@@ -10,7 +10,7 @@ seconds or horizons come from; `decisions` brings them together.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from nereus.plan import Plan
@@ -20,6 +20,9 @@ CORRECTION_WEIGHT = 0.5
 
 CORRECTION_BOUNDS = (1 / 16, 16.0)
 """Bounds of measured over predicted seconds that the correction believes."""
+
+URGENT_TRIES = 2
+"""Aborts in a row after which an urgent move, too, looks for another way."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,3 +216,32 @@ class TransitionCorrection:
         ratio = min(max(measured_s / predicted_s, low), high)
         log = (1 - CORRECTION_WEIGHT) * math.log(self.factor) + CORRECTION_WEIGHT * math.log(ratio)
         return TransitionCorrection(math.exp(log))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Aborts:
+    """Targets to which transitions were aborted: {target: (how often since one went through, before which step last)}.
+
+    The n-th abort in a row closes a target for 2^n steps, so that one that never succeeds is tried some log2(N) times
+    in N steps.
+    """
+
+    by_target: Mapping[Plan, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    def aborted(self, target: Plan, step: int) -> "Aborts":
+        """After a transition to `target` before `step` was refused or rolled back."""
+        times, _ = self.by_target.get(target, (0, 0))
+        return Aborts({**self.by_target, target: (times + 1, step)})
+
+    def reached(self, target: Plan) -> "Aborts":
+        """After one that went through."""
+        return Aborts({plan: seen for plan, seen in self.by_target.items() if plan != target})
+
+    def closed(self, target: Plan, step: int, *, urgent: bool = False) -> str | None:
+        """Why nothing moves there before `step`, as half a sentence; None where the target is open."""
+        times, last = self.by_target.get(target, (0, 0))
+        until = last + 2**times
+        if times < (URGENT_TRIES if urgent else 1) or step >= until:
+            return None
+        often = "once" if times == 1 else f"{times} times"
+        return f"moving there was aborted {often}, last before step {last}, and is tried again from step {until} on"

@@ -155,7 +155,7 @@ class Controller:
 
     def _move(self, step: int, change: Callable[[Plan], Plan]) -> float:
         """A live transition; the seconds it took. One that is refused or aborted is told and changes nothing."""
-        current = self._runtime.plan
+        current, target = self._runtime.plan, None
         try:
             target = change(current)
             if target == current:
@@ -163,7 +163,9 @@ class Controller:
             self._progress("moving to another plan before step", step, self._course.steps)
             report = self._runtime.transition(target)
         except (TransitionAborted, PlanError, ClusterError) as error:
-            self._observe(TransitionFailed(step, current, str(error)))
+            self._observe(TransitionFailed(step, current, target, str(error)))
+            if self._adaptation is not None and target is not None:
+                self._adaptation.aborted(target, step)
             return 0.0
         self._observe(TransitionEnd(step, current, target, report))
         if self._adaptation is not None:

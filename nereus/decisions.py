@@ -1,7 +1,7 @@
 """What to do at each boundary, from recorded inputs alone: the pure half of the controller.
 
     boundary(step, supply view) --> Ruling: triggers, verdict, action        before a step
-    moved(target, seconds)                                                   after a transition or a restart
+    moved(target, seconds) | aborted(target, step)                           after a transition, a restart | an abort
     observe(signals)                                                         after a step
 
 The same calls in the same order give the same rulings, bit for bit: `replay` feeds them from `events.jsonl`. What
@@ -17,11 +17,13 @@ import abc
 import collections
 import dataclasses
 import enum
+import functools
 import statistics
 from collections.abc import Sequence
 from typing import Literal
 
 from nereus.admission import (
+    Aborts,
     Assessment,
     Offer,
     Terms,
@@ -172,7 +174,7 @@ class Ruling:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pending:
-    """Offers judged before `step`: declined ones may pay later, and a move that was aborted is tried again."""
+    """Offers judged before `step`: declined ones may pay later, and one whose move was aborted opens again."""
 
     plans: tuple[Plan, ...]
     step: int
@@ -202,6 +204,7 @@ class Decider:
         self._crossings = Crossings()
         self._pending: _Pending | None = None
         self._correction = TransitionCorrection()
+        self._aborts = Aborts()
         self._leaving: frozenset[int] = frozenset()
         self._longest_move_s = 0.0
         self._outlook.freeze()
@@ -236,9 +239,18 @@ class Decider:
             self._correction = self._correction.observed(predicted_s=predicted_s, measured_s=seconds)
             self._longest_move_s = max(self._longest_move_s, seconds)
         self.plan = target
+        self._aborts = self._aborts.reached(target)
         self._pending = self._still_faster(target)
         self._measured_on_plan = 0
         self._efficiency = self._efficiency.expecting(self._efficiency.reference)
+
+    def aborted(self, target: Plan, step: int) -> None:
+        """A transition to `target` before `step` was refused or rolled back; the plan in force stays.
+
+        Memory that it was to relieve fires again at the next boundary.
+        """
+        self._aborts = self._aborts.aborted(target, step)
+        self._memory = Memory()
 
     def observe(self, signals: Signals) -> None:
         """A step of the plan in force has ended."""
@@ -295,7 +307,8 @@ class Decider:
             return self._ruled(step, view, tuple(plans), horizon, prediction, triggers)
         offers = self._offers(plans, view)
         current_s = prediction.step_s if prediction else 0.0
-        verdict = judge_urgent(offers, current_s=current_s, cause=cause, assess=self._assess)
+        assess = functools.partial(self._assess_open, step, urgent=True)
+        verdict = judge_urgent(offers, current_s=current_s, cause=cause, assess=assess)
         action = self._urgent_action(verdict, devices)
         return Ruling(step, self.plan, tuple(triggers), verdict, action)
 
@@ -325,9 +338,9 @@ class Decider:
         assert self.plan is not None and prediction is not None
         terms = Terms(self.plan, prediction.step_s, horizon, self.policy.gamma, best_margin=not self.policy.paper)
         offers = self._offers(plans, view)
-        verdict = judge(offers, terms, self._assess)
+        verdict = judge(offers, terms, functools.partial(self._assess_open, step))
         faster = tuple(offer.plan for offer in offers[:MAX_PENDING] if offer.step_s < prediction.step_s)
-        if verdict.numbers and faster and not self.policy.paper:
+        if faster and not self.policy.paper and (verdict.numbers or any(self._aborts.closed(p, step) for p in faster)):
             self._pending = _Pending(faster, step, horizon)
         action = Action.MOVE if verdict.moves else Action.KEEP
         return Ruling(step, self.plan, tuple(triggers), verdict, action)
@@ -404,6 +417,11 @@ class Decider:
         """Plans the run has been on that these devices and the lengths of now admit."""
         known = [plan for plan in self._measured if plan != self.plan and set(plan.devices) <= set(devices)]
         return [plan for plan in known if self._outlook.predict(plan, self._lengths).memory_share <= 1]
+
+    def _assess_open(self, step: int, target: Plan, *, urgent: bool = False) -> Assessment:
+        """What moving takes; a target that aborts have closed cannot be reached live."""
+        closed = self._aborts.closed(target, step, urgent=urgent) if self.plan else None
+        return Assessment(0.0, feasible=False, reason=closed) if closed else self._assess(target)
 
     def _assess(self, target: Plan) -> Assessment:
         if self.plan is None:

@@ -1,11 +1,12 @@
 """Decides a recorded run again: `events.jsonl` in, the rulings it must have come to out.
 
     start --> Decider --supply--> boundary --> Ruling
-                  ^---- transition, step ----'
+                  ^-- transition, transition_failed, step
 
 A ruling depends on recorded inputs alone, so the rulings of a replay equal those of the run bit for bit. A boundary is
 ruled once for each `supply` event, and once for each step that none came before: where its first `trigger` or
-`decision` stands, else at the step. A `transition` before that was asked for by the recipe or by a person.
+`decision` stands, else at the step. A `transition`, or one that failed, before that was asked for by the recipe or by
+a person.
 """
 
 import json
@@ -56,6 +57,8 @@ def replay(events: Iterable[Line], decider: Callable[[Line], Decider]) -> Iterat
         if kind == "transition":
             live = line["mode"] != "restart"
             deciding.moved(Plan.from_json(line["to"]), seconds=line["seconds"] if live else None)
+        elif kind == "transition_failed" and line.get("target") is not None:
+            deciding.aborted(Plan.from_json(line["target"]), line["step"])
         elif kind == "step":
             plan = Plan.from_json(line["plan"])
             if plan != deciding.plan:

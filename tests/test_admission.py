@@ -9,6 +9,7 @@ from table_outlook import plan_on
 
 from nereus.admission import (
     CORRECTION_BOUNDS,
+    Aborts,
     Admit,
     Assessment,
     Decline,
@@ -167,3 +168,13 @@ def test_one_measurement_moves_the_correction_halfway_and_never_beyond_its_bound
         correction = correction.observed(predicted_s=1e-9, measured_s=1e9)
     assert correction.factor == pytest.approx(CORRECTION_BOUNDS[1])
     assert correction.observed(predicted_s=0.0, measured_s=1.0) == correction
+
+
+def test_the_n_th_abort_in_a_row_closes_a_target_for_two_to_the_n_steps_and_success_opens_it():
+    target, other = plan_on(0), plan_on(1)
+    aborts = Aborts().aborted(target, 10)
+    assert aborts.closed(target, 11) and aborts.closed(target, 12) is None and aborts.closed(other, 11) is None
+    assert aborts.closed(target, 11, urgent=True) is None, "an urgent move is tried once more"
+    again = aborts.aborted(target, 12)
+    assert again.closed(target, 15) and again.closed(target, 15, urgent=True) and again.closed(target, 16) is None
+    assert again.reached(target) == Aborts()

@@ -134,10 +134,10 @@ def test_a_move_that_cannot_be_made_live_goes_through_saved_state(tmp_path):
     assert [row[0] for row in asked if row[0] != "step"] == ["suspend", "resume"]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_flapping_run_replays_from_its_events_and_shows_predictions(tmp_path, seed):
+@pytest.mark.parametrize(("seed", "aborts"), [(0, 0), (1, 0), (2, 0), (0, 3)])
+def test_a_flapping_run_replays_from_its_events_and_shows_predictions(tmp_path, seed, aborts):
     counts = [(0.0, 4), (6.0, 6), (9.0, 2), (14.0, 5), (20.0, 0), (31.0, 3), (33.0, 6)]
-    _, events = controlled(tmp_path, counts, 60, seed=seed)
+    _, events = controlled(tmp_path, counts, 60, seed=seed, aborts=aborts)
     lines = [json.loads(json.dumps({"type": e.type, "step": e.step, **e.fields()})) for e in events]
 
     def decider(start):
@@ -147,7 +147,8 @@ def test_a_flapping_run_replays_from_its_events_and_shows_predictions(tmp_path, 
     assert ruled_decisions(replay(lines, decider)) == recorded_decisions(lines)
     steps = [e for e in events if isinstance(e, StepEnd)]
     assert len(steps) == 60
-    assert all(e.predicted_step_s == pytest.approx(e.report.step_s) for e in steps)
+    assert sum(isinstance(e, TransitionFailed) for e in events) == aborts
+    assert aborts or all(e.predicted_step_s == pytest.approx(e.report.step_s) for e in steps)
     verdicts = {e.verdict for e in events if isinstance(e, Decision)}
     assert verdicts == {"admit", "decline", "urgent"}
 
@@ -155,7 +156,8 @@ def test_a_flapping_run_replays_from_its_events_and_shows_predictions(tmp_path, 
 def test_an_aborted_urgent_move_is_told_and_tried_again_at_the_next_boundary(tmp_path):
     asked, events = controlled(tmp_path, [(0.0, 4), (2.5, 3)], 6, aborts=1)
     assert [row[0] for row in asked] == ["step"] * 3 + ["aborted", "step", "transition", "step", "step"]
-    assert [(e.step, e.plan) for e in events if isinstance(e, TransitionFailed)] == [(4, PLAN)]
+    target = next(row[1] for row in asked if row[0] == "aborted")
+    assert [(e.step, e.plan, e.target) for e in events if isinstance(e, TransitionFailed)] == [(4, PLAN, target)]
 
 
 def test_people_can_reshape_and_stop_a_run_between_two_steps(tmp_path):

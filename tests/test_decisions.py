@@ -1,6 +1,7 @@
 """Whole courses of boundaries on a written table of plans, and the replay of what they recorded."""
 
 import dataclasses
+import itertools
 import json
 import random
 
@@ -16,7 +17,7 @@ from nereus.monitor.supply import Announcement, SupplyView
 from nereus.monitor.triggers import Signal
 from nereus.plan import Plan
 from nereus.replay import read_events, recorded_decisions, replay, ruled_decisions
-from nereus.reports.events import RunFolder, Start, StepEnd, TransitionEnd
+from nereus.reports.events import RunFolder, Start, StepEnd, TransitionEnd, TransitionFailed
 from nereus.runtime.base import TransitionReport
 
 FOUR = SupplyView((0, 1, 2, 3))
@@ -196,13 +197,53 @@ def test_no_devices_pause_the_run_and_the_first_ones_start_it_again():
     assert deciding.boundary(6, SupplyView((1, 2))).action is Action.KEEP
 
 
-def test_an_aborted_move_is_tried_again():
+def aborting(deciding, steps, view, *, first):
+    """Rulings of a run in which every live transition aborts."""
+    rulings = []
+    for step in range(first, first + steps):
+        rulings.append(ruling := deciding.boundary(step, view))
+        if ruling.action is Action.MOVE:
+            deciding.aborted(ruling.target, step)
+        elif ruling.action is Action.RESTART:
+            deciding.moved(ruling.target)
+        deciding.observe(signals(step, 4 / len(deciding.plan.devices)))
+    return rulings
+
+
+def test_an_urgent_move_is_tried_again_at_once_and_then_goes_through_saved_state():
     deciding = decider()
     run(deciding, 4)
-    lost = SupplyView((0, 1, 2))
-    assert deciding.boundary(5, lost).action is Action.MOVE
-    deciding.observe(signals(5, 1.0))
-    assert deciding.boundary(6, lost).action is Action.MOVE
+    rulings = aborting(deciding, 4, SupplyView((0, 1, 2)), first=5)
+    assert [r.action for r in rulings] == [Action.MOVE, Action.MOVE, Action.RESTART, Action.KEEP]
+    assert "moving there was aborted 2 times, last before step 6" in rulings[2].verdict.reason
+
+
+def test_an_urgent_move_that_aborts_twice_gives_way_to_a_slower_one_that_can_be_made_live():
+    deciding = decider(TableOutlook(extra=(plan_on(0, 1),)))
+    run(deciding, 4)
+    rulings = aborting(deciding, 5, SupplyView((0, 1, 2)), first=5)
+    assert [len(r.target.devices) for r in rulings[:5]] == [3, 3, 2, 2, 3]
+    assert [r.action for r in rulings[:5]] == [Action.MOVE] * 4 + [Action.RESTART]
+
+
+def test_memory_that_an_aborted_move_was_to_relieve_is_urgent_again_at_the_next_boundary():
+    deciding = decider(TableOutlook(bytes_per_token=1 / 100), plan=plan_on(0, 1))
+    run(deciding, 3, mean=lambda step: 60.0)
+    deciding.observe(signals(4, 1.2, 80.0))
+    rulings = aborting(deciding, 3, FOUR, first=5)
+    assert [[t.signal for t in r.triggers if t.signal is Signal.MEMORY] for r in rulings] == [[Signal.MEMORY]] * 3
+    assert [r.action for r in rulings] == [Action.MOVE, Action.MOVE, Action.RESTART]
+
+
+@given(steps=st.integers(1, 400))
+@settings(max_examples=20, deadline=None)
+def test_a_move_for_profit_that_always_aborts_is_tried_ever_more_rarely(steps):
+    deciding = decider(TableOutlook(transition_s=0.0))
+    rulings = aborting(deciding, steps, SupplyView((0, 1, 2, 3, 4)), first=1)
+    tried = [r.step for r in rulings if r.action is Action.MOVE]
+    assert [after - before for before, after in itertools.pairwise(tried)] == [2**n for n in range(1, len(tried))]
+    assert steps < 4 or tried
+    assert not tried or steps < tried[-1] + 2 ** len(tried), "it is tried as soon as its wait is over"
 
 
 def test_an_announced_loss_bounds_the_horizon_so_that_nothing_is_paid_for_a_plan_it_undoes():
@@ -312,7 +353,10 @@ def recorded_run(folder, mode, seed):
         rulings.append(ruling)
         for event in ruling.events:
             writer.event(event)
-        if ruling.action is Action.MOVE and draw.random() < 0.9:
+        if ruling.action is Action.MOVE and draw.random() < 0.3:
+            writer.event(TransitionFailed(step, ruling.current, ruling.target, "a peer was late"))
+            deciding.aborted(ruling.target, step)
+        elif ruling.action is Action.MOVE:
             seconds = draw.uniform(0.1, 3.0)
             done = TransitionReport((), "shadow", 0, 0, seconds, True)
             writer.event(TransitionEnd(step, ruling.current, ruling.target, done))

@@ -137,14 +137,19 @@ class SupplyChange(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransitionFailed(Event):
-    """A transition wanted before `step` was refused or rolled back; the job goes on as it was."""
+    """A transition wanted before `step` was refused or rolled back; the job goes on as it was.
+
+    target: null where what was asked for is no plan.
+    """
 
     type: ClassVar[str] = "transition_failed"
     plan: Plan
+    target: Plan | None
     reason: str
 
     def fields(self) -> dict[str, Any]:
-        return {"plan": self.plan.to_json(), "reason": self.reason}
+        target = self.target.to_json() if self.target else None
+        return {"plan": self.plan.to_json(), "target": target, "reason": self.reason}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """A job on threads: PPO steps through every engine, transitions between them, and what these preserve."""
 
-import dataclasses
 import functools
 import gc
 import math
@@ -8,27 +7,22 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
 
 import pytest
 import torch
+from faulty_pool import FaultyPool, fail, flip_a_moment
 from jobs import SPEC, Rollouts, changed, gathered, make_runtime, make_setup, numbers, plan_of
 
 from nereus.boxes import flat_numel
-from nereus.cluster import Cluster
-from nereus.engines.state import StateKind, state_dtypes
+from nereus.engines.state import state_dtypes
 from nereus.errors import TransitionAborted
 from nereus.model import Head
 from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, ModelStage, Plan, Role, Stage
 from nereus.runtime.thread_pool import ThreadPool
 from nereus.runtime.worker import Worker
 from nereus.transition.orders import BufferKey
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 START = plan_of(
     actor_generation="d2t1p1@0-1",
@@ -206,48 +200,6 @@ def state_bytes(key: BufferKey) -> int:
     scalar = key.model_stage.role in (Role.CRITIC, Role.REWARD)
     spec = SPEC.with_head(Head.SCORE) if scalar else SPEC
     return flat_numel(spec, key.layout, key.rank) * sum(dtype.itemsize for dtype in kinds.values())
-
-
-class FaultyPool(ThreadPool):
-    """`faults[device, method]` runs once on the worker's thread before the method, or after it (`after move`)."""
-
-    faults: dict[tuple[int, str], Callable[[Worker], None]]
-    device_bytes: int | None = None
-    """What transitions are planned for; the workers themselves are not limited."""
-
-    @property
-    def cluster(self) -> Cluster:
-        cluster = super().cluster
-        if self.device_bytes is None:
-            return cluster
-        devices = (dataclasses.replace(device, memory_bytes=self.device_bytes) for device in cluster.devices)
-        return dataclasses.replace(cluster, devices=tuple(devices))
-
-    def call(
-        self, device: int, method: Callable[Concatenate[Worker, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> Future[T]:
-        def run(worker: Worker, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            self.faults.pop((device, method.__name__), nothing)(worker)
-            result = method(worker, *args, **kwargs)
-            self.faults.pop((device, f"after {method.__name__}"), nothing)(worker)
-            return result
-
-        run.__name__ = method.__name__
-        return super().call(device, run, *args, **kwargs)
-
-
-def nothing(worker: Worker) -> None:
-    pass
-
-
-def fail(worker: Worker) -> None:
-    raise RuntimeError("no memory")
-
-
-def flip_a_moment(worker: Worker) -> None:
-    """Change one element of what has just been received."""
-    key = next(key for key in reversed(worker.residents.keys) if key.model_stage == ACTOR_TRAINING)
-    worker.residents.buffer(key).flats[StateKind.EXP_AVG_SQ][5] += 1e-9
 
 
 def come_late(worker: Worker) -> None:
