@@ -48,7 +48,10 @@ EFFICIENCY_WINDOW = 5
 """Steps over which measured against predicted seconds are smoothed."""
 
 LEAD_FACTOR = 1.5
-"""Announced devices are left before a step that, so much longer than the last, would run past their deadline."""
+"""How much longer than the last one, or than predicted, a step before a deadline may take."""
+
+LEAD_MOVES = 2
+"""How many moves must fit between that step and the deadline."""
 
 REMEMBERED_PLANS = 4
 """Plans whose measured steps are remembered, the one in force among them."""
@@ -95,7 +98,7 @@ class Outlook(abc.ABC):
     def plans(self, current: Plan | None, lengths: LengthSummary, devices: Sequence[int]) -> list[Plan]:
         """The fastest plan on these devices, then slightly slower ones that are nearer to `current`; empty: none fits.
 
-        Called at replans only.
+        Called at replans, and when devices of the plan in force are first announced to leave.
         """
 
     @abc.abstractmethod
@@ -207,13 +210,14 @@ class Decider:
         self._aborts = Aborts()
         self._leaving: frozenset[int] = frozenset()
         self._longest_move_s = 0.0
+        self._exits: dict[tuple[int, ...], float] = {}
         self._outlook.freeze()
 
     def boundary(self, step: int, view: SupplyView) -> Ruling:
         """The ruling before `step`. Called once for every step, and while paused once for every new view."""
-        devices = self._usable(view)
         self._bias = self._bias_now()
         prediction = self._expected(self.plan) if self.plan else None
+        devices = self._usable(view, prediction)
         triggers, self._fired = [*self._fired], []
         self._supply, fired = self._supply.seen(devices)
         triggers += [fired] if fired else []
@@ -239,6 +243,7 @@ class Decider:
             self._correction = self._correction.observed(predicted_s=predicted_s, measured_s=seconds)
             self._longest_move_s = max(self._longest_move_s, seconds)
         self.plan = target
+        self._exits.clear()
         self._aborts = self._aborts.reached(target)
         self._pending = self._still_faster(target)
         self._measured_on_plan = 0
@@ -275,13 +280,26 @@ class Decider:
             triggers.append(Trigger(Signal.START, float(MEASURED_STEPS), 0.0, 0.0))
         return triggers
 
-    def _usable(self, view: SupplyView) -> tuple[int, ...]:
+    def _usable(self, view: SupplyView, prediction: Prediction | None) -> tuple[int, ...]:
         """The view's devices without those that must be left at this boundary; once left, a device stays so."""
         last_s = self._recent[-1].step_s if self._recent else 0.0
-        due = view.leaving_within(LEAD_FACTOR * last_s + 2 * self._longest_move_s)
-        announced = frozenset(device for a in view.announced if a.leaving for device in a.devices)
-        self._leaving = due | (self._leaving & announced)
-        return tuple(device for device in view.devices if device not in self._leaving)
+        step_s = LEAD_FACTOR * max(last_s, prediction.step_s if prediction else 0.0)
+        left = self._leaving & _announced(view)
+        for deadline_s in sorted({a.deadline_s for a in view.announced if a.leaving}):
+            gone = left | view.leaving_within(deadline_s)
+            exit_s = self._exit_s(tuple(device for device in view.devices if device not in gone))
+            if deadline_s <= step_s + LEAD_MOVES * max(self._longest_move_s, exit_s):
+                left = gone
+        self._leaving = left
+        return tuple(device for device in view.devices if device not in left)
+
+    def _exit_s(self, kept: tuple[int, ...]) -> float:
+        """Predicted seconds of moving to the devices that stay, kept until the next replan or move; 0 if none can."""
+        if kept not in self._exits:
+            plans = self._outlook.plans(self.plan, self._lengths, kept) if self._gone(kept) else []
+            ways = [way.transition_s for way in map(self._assess, plans) if way.feasible]
+            self._exits[kept] = ways[0] if ways else 0.0
+        return self._exits[kept]
 
     def _replan(
         self,
@@ -449,6 +467,7 @@ class Decider:
     def _reset(self) -> None:
         """Every drifting signal takes what is seen now as its reference; predictions are frozen anew."""
         self._outlook.freeze()
+        self._exits.clear()
         self._length = self._length.reset()
         efficiency = self._efficiency.expecting(None)
         if self.plan is not None and self._measured_on_plan:

@@ -11,7 +11,7 @@ from nereus.control import Requests, write_whole
 from nereus.controller import Clock, Controller, Course
 from nereus.decisions import Decider, Policy
 from nereus.errors import TransitionAborted
-from nereus.monitor.supply import TraceSupply
+from nereus.monitor.supply import NoticedSupply, StaticSupply, TraceSupply
 from nereus.monitor.traces import trace_of_counts
 from nereus.plan import Plan
 from nereus.replay import recorded_decisions, replay, ruled_decisions
@@ -41,8 +41,9 @@ class TableRuntime(Runtime):
     aborts: how many transitions are rolled back before one goes through.
     """
 
-    def __init__(self, time, aborts=0):
+    def __init__(self, time, aborts=0, transition_s=0.75):
         self._time, self._plan, self.asked, self._aborts = time, PLAN, [], aborts
+        self._transition_s = transition_s
 
     @property
     def plan(self):
@@ -70,8 +71,8 @@ class TableRuntime(Runtime):
             raise TransitionAborted("1 extend actor-training", "a peer was late")
         self.asked.append(("transition", target))
         self._plan = target
-        self._time.pass_by(0.75)
-        return TransitionReport((), "shadow", 0, 0, 0.75, True)
+        self._time.pass_by(self._transition_s)
+        return TransitionReport((), "shadow", 0, 0, self._transition_s, True)
 
     def suspend(self, step):
         self.asked.append(("suspend", step))
@@ -158,6 +159,28 @@ def test_an_aborted_urgent_move_is_told_and_tried_again_at_the_next_boundary(tmp
     assert [row[0] for row in asked] == ["step"] * 3 + ["aborted", "step", "transition", "step", "step"]
     target = next(row[1] for row in asked if row[0] == "aborted")
     assert [(e.step, e.plan, e.target) for e in events if isinstance(e, TransitionFailed)] == [(4, PLAN, target)]
+
+
+def test_a_device_with_a_notice_is_left_so_early_that_moving_ends_before_its_deadline(tmp_path):
+    """Steps of 1 s and a move of 6 s, as predicted: one that began before the last step would end at 25 s."""
+    notices = tmp_path / "notices.json"
+    notices.write_text('{"device": 3, "deadline_s": 20}')
+    time, events = VirtualTime(), []
+    runtime = TableRuntime(time, transition_s=6.0)
+    decider = Decider(Policy(), TableOutlook(transition_s=6.0), PLAN, lengths=lengths())
+    ended_s = {}
+
+    def observe(event):
+        events.append(event)
+        if isinstance(event, TransitionEnd):
+            ended_s[event.step] = time.now_s
+
+    Controller(
+        runtime, Course(20, 0, {}), observe, progress=lambda what, step, steps: None, requests=Requests(tmp_path),
+        clock=time.clock, adaptation=Adaptation(NoticedSupply(StaticSupply(range(4)), notices), decider, observe),
+    ).run()  # fmt: skip
+    assert list(ended_s.values()) == [13.0], "seven steps, then the move"
+    assert [e.verdict for e in events if isinstance(e, Decision) and e.action == "move"] == ["urgent"]
 
 
 def test_people_can_reshape_and_stop_a_run_between_two_steps(tmp_path):

@@ -270,6 +270,33 @@ def test_announced_devices_are_left_at_the_last_boundary_before_their_deadline()
     assert moved[0].target == plan_on(0, 1, 2)
 
 
+@pytest.mark.parametrize(("transition_s", "left"), [(0.0, 20), (3.0, 14), (6.0, 8), (30.0, 1)])
+def test_the_longer_moving_is_predicted_to_take_the_earlier_announced_devices_are_left(transition_s, left):
+    """Steps of 1 s, a deadline after 20.5 s: left before the first step after which two moves would not fit."""
+
+    def view(step):
+        return SupplyView((0, 1, 2, 3), (Announcement((3,), 20.5 - (step - 1)),))
+
+    outlook = TableOutlook(transition_s=transition_s)
+    rulings = run(decider(outlook), 20, view=view)
+    assert [(r.step, r.target) for r in rulings if r.action is Action.MOVE] == [(left, plan_on(0, 1, 2))]
+    assert outlook.searches <= 6, "moving off is searched anew at a replan or a move, not at every boundary"
+
+
+def test_before_the_first_step_the_predicted_one_says_whether_there_is_time_for_it():
+    soon = SupplyView((0, 1, 2, 3), (Announcement((3,), 1.4),))
+    later = SupplyView((0, 1, 2, 3), (Announcement((3,), 1.6),))
+    assert decider(TableOutlook(transition_s=0.0)).boundary(1, soon).target == plan_on(0, 1, 2)
+    assert decider(TableOutlook(transition_s=0.0)).boundary(1, later).target is None
+
+
+def test_no_move_is_counted_for_announced_devices_that_the_plan_does_not_use():
+    view = SupplyView((0, 1, 2, 3), (Announcement((3,), 10.0),))
+    outlook = TableOutlook(transition_s=100.0)
+    ruling = decider(outlook, plan=plan_on(0, 1, 2)).boundary(1, view)
+    assert not ruling.triggers and outlook.searches == 0
+
+
 def test_slower_devices_fire_the_efficiency_trigger_and_lengths_do_not():
     slow = run(decider(), 30, slow=lambda step: 1.0 if step < 15 else 1.5)
     long = run(decider(), 30, mean=lambda step: 100.0 if step < 15 else 125.0)
