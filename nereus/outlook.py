@@ -61,8 +61,7 @@ Settings = dict[ModelStage, tuple[int, Recompute]]
 class JobShape:
     """A job as planning sees it. cluster: every device it may ever use.
 
-    micro_batch, recompute, slots: where the engine fixes them (training and forward passes, training, generation); else
-    the planner chooses.
+    limits: `space` has the micro-batch, slots and recomputation that the engine is told.
     worker_start_s: what a transition to devices that have no worker yet takes besides moving state.
     host_bytes_per_node: host memory for units that a transition stages; None: as `DeviceTable.of` has it.
     """
@@ -78,16 +77,18 @@ class JobShape:
     max_prompt_tokens: int
     max_response_tokens: int
     limits: Limits = Limits()
-    micro_batch: int | None = None
-    recompute: Recompute = Recompute.NONE
-    slots: int | None = None
     worker_start_s: float = 0.0
     host_bytes_per_node: int | None = None
 
     @classmethod
     def of(cls, config: RunConfig, specs: Mapping[Role, ModelSpec], cluster: Cluster) -> "JobShape":
-        """The shape of a recipe's job on the native engine, which takes these three settings from the recipe."""
-        recompute = Recompute(config.trainer.recompute)
+        """The shape of a recipe's job on the native engine, which it tells micro-batch, slots and recomputation."""
+        space = Space(
+            paper=config.space == "paper",
+            recomputes=(Recompute(config.trainer.recompute),),
+            micro_batch=config.actor.ppo_micro_batch_size,
+            slots=config.rollout.max_num_seqs,
+        )
         return cls(
             workflow=config.workflow,
             specs=dict(specs),
@@ -99,10 +100,7 @@ class JobShape:
             epochs=config.actor.ppo_epochs,
             max_prompt_tokens=config.data.max_prompt_length,
             max_response_tokens=config.data.max_response_length,
-            limits=Limits(space=Space(paper=config.space == "paper", recomputes=(recompute,))),
-            micro_batch=config.actor.ppo_micro_batch_size,
-            recompute=recompute,
-            slots=config.rollout.max_num_seqs,
+            limits=Limits(space=space),
             worker_start_s=WORKER_START_S[config.cluster.device],
             host_bytes_per_node=config.cluster.host_bytes_per_node,
         )
@@ -242,27 +240,14 @@ class ModelOutlook(Outlook):
     def _price(self, plan: Plan, lengths: LengthSummary, calibration: Calibration) -> PlanPrice:
         """With the settings chosen when the plan was first priced after a replan, while they fit."""
         problem = self._problem(self._restricted(plan.devices), lengths, calibration)
-        known = self._settings.get(plan) or self._fixed(plan)
+        known = self._settings.get(plan)
         if known is not None:
             found = price(problem, plan, known)
-            if found.feasible or self.job.micro_batch is not None:
+            if found.feasible:
                 return found
         found = price(problem, plan)
         self._settings[plan] = {m: (stage.micro_batch, stage.recompute) for m, stage in found.stages.items()}
         return found
-
-    def _fixed(self, plan: Plan) -> Settings | None:
-        """What the engine does whatever the planner would choose."""
-        job = self.job
-        if job.micro_batch is None:
-            return None
-        return {
-            m: (
-                job.slots if m.stage is Stage.GENERATION and job.slots else job.micro_batch,
-                job.recompute if m.stage is Stage.TRAINING else Recompute.NONE,
-            )
-            for m in plan.model_stages
-        }
 
     def _near(self, current: Plan | None, target: Plan) -> Plan:
         """The target with its devices where they keep most of what is there."""

@@ -58,7 +58,11 @@ def test_a_prediction_is_the_planner_s_price_of_the_engine_s_settings():
     found = outlook().predict(CONFIG.initial_plan, LENGTHS)
     own = outlook()
     problem = own._problem(CLUSTER.restricted(CONFIG.initial_plan.devices), LENGTHS, own.calibration)
-    expected = price(problem, CONFIG.initial_plan, own._fixed(CONFIG.initial_plan))
+    told = {
+        m: (CONFIG.rollout.max_num_seqs if m.stage is Stage.GENERATION else 8, Recompute.NONE)
+        for m in CONFIG.initial_plan.model_stages
+    }
+    expected = price(problem, CONFIG.initial_plan, told)
     assert found.step_s == expected.step_seconds and found.memory_share == expected.memory_share
     assert 0 < found.memory_share < 1
 
@@ -66,14 +70,19 @@ def test_a_prediction_is_the_planner_s_price_of_the_engine_s_settings():
 @pytest.mark.parametrize("recompute", list(Recompute))
 def test_the_recipe_s_recomputation_is_priced_and_no_other_is_searched(recompute):
     own = outlook(trainer={"recompute": recompute.value})
-    assert own.job.limits.space.recomputes == (recompute,)
-    settings = own._fixed(CONFIG.initial_plan)
-    assert {m.name: how for m, (_, how) in settings.items() if how is not Recompute.NONE} == (
+    problem = own._problem(CLUSTER, LENGTHS, own.calibration)
+    priced = price(problem, CONFIG.initial_plan)
+    assert {m.name: stage.recompute for m, stage in priced.stages.items() if stage.recompute is not Recompute.NONE} == (
         {} if recompute is Recompute.NONE else {"actor-training": recompute, "critic-training": recompute}
     )
-    problem = own._problem(CLUSTER, LENGTHS, own.calibration)
     found = search(problem)
     assert {s.recompute for m, s in found.settings.items() if m.stage is Stage.TRAINING} == {recompute}
+
+
+def test_no_other_micro_batch_or_slots_than_the_recipe_s_are_searched():
+    own = outlook(rollout={"max_num_seqs": 3})
+    found = search(own._problem(CLUSTER, LENGTHS, own.calibration))
+    assert {(m.stage is Stage.GENERATION, s.micro_batch) for m, s in found.settings.items()} == {(True, 3), (False, 8)}
 
 
 def test_plans_lie_on_the_given_devices_and_the_first_is_no_slower_than_a_poor_one():
@@ -119,7 +128,7 @@ def truth(plan, lengths, step, *, slow=1.0):
     hidden = outlook()
     draw = random.Random(step)
     problem = hidden._problem(CLUSTER.restricted(plan.devices), lengths, hidden.calibration)
-    priced = price(problem, plan, hidden._fixed(plan))
+    priced = price(problem, plan)
     factor = 3.0 * slow * draw.uniform(0.97, 1.03)
     return StepReport(
         step, 0,

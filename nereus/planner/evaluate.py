@@ -206,7 +206,7 @@ class _Pricer:
         unit = -(-samples_shared(self.problem, m) // self.plan[m].dp)
         space = self.problem.limits.space
         for recompute in space.recomputes if m.stage is Stage.TRAINING else (Recompute.NONE,):
-            for micro_batch in space.micro_batches(unit):
+            for micro_batch in space.micro_batches(m.stage, unit):
                 yield micro_batch, recompute
 
     def idle_bytes(self, m: ModelStage) -> int:

@@ -79,8 +79,9 @@ class Sketch:
         self._crowded_by_own = alone or in_turn
         updated = -(-work.num_samples // work.mini_batches)
         self.pairs = pairs_of(
-            pricing.space, (work.num_samples, updated), updated if self.trains else work.num_samples, line.num_devices
-        )
+            pricing.space, model_stage.stage, (work.num_samples, updated),
+            updated if self.trains else work.num_samples, line.num_devices,
+        )  # fmt: skip
         layouts = pricing.space.layouts(self.spec, line)
         held = smallest_state(self.trains, layout_table(self.spec, layouts), pricing.precision) <= line.max_capacity
         self.rows = rows_of(layouts, tuple(held.tolist()), self.pairs, line.regions, tuple(line.node_sizes))

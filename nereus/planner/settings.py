@@ -10,6 +10,7 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
+from nereus.plan import Stage
 from nereus.planner.candidates import Floats, Ints
 from nereus.planner.cost import segments, slowest_mean
 from nereus.planner.operations import causal_pairs
@@ -31,15 +32,15 @@ class Pairs:
 
 
 @functools.lru_cache(maxsize=32)
-def pairs_of(space: Space, totals: tuple[int, ...], unit_total: int, limit: int) -> Pairs:
-    """The pairs of a model-stage whose tasks share out `totals` samples, at most `limit` units of them.
+def pairs_of(space: Space, stage: Stage, totals: tuple[int, ...], unit_total: int, limit: int) -> Pairs:
+    """The pairs of a model-stage of `stage` whose tasks share out `totals` samples, at most `limit` units of them.
 
     unit_total: samples that the units share out at once and that bound the micro-batch.
     """
     listed = [
         (dp, size)
         for dp in space.replicas(totals, min(unit_total, limit))
-        for size in space.micro_batches(-(-unit_total // dp))
+        for size in space.micro_batches(stage, -(-unit_total // dp))
     ]
     columns = np.array(listed, dtype=np.int64).reshape(-1, 2)
     return Pairs(np.ascontiguousarray(columns[:, 0]), np.ascontiguousarray(columns[:, 1]))

@@ -9,7 +9,7 @@ from instances import random_problem, tiny_spec
 
 from nereus.cluster import ACCELERATORS, Cluster, Device, Link, parse_cluster, uniform_cluster
 from nereus.models import load_spec
-from nereus.plan import ACTOR_TRAINING, REFERENCE_INFERENCE, Layout
+from nereus.plan import ACTOR_TRAINING, REFERENCE_INFERENCE, Layout, Stage
 from nereus.planner.api import problem_for
 from nereus.planner.candidates import RECOMPUTES, Candidate, Candidates, best_settings
 from nereus.planner.cost import Span
@@ -108,7 +108,7 @@ def test_the_paper_space_has_powers_of_two_that_divide_the_batch():
     space = Space(paper=True)
     assert {tp for tp, _ in space.layouts(load_spec("qwen2.5-7b"), Line(parse_cluster("1x8xa100")))} == {1, 2, 4}
     assert space.replicas([24], 16) == [1, 2, 3, 4, 6, 8, 12]
-    assert space.micro_batches(12) == [1, 2, 4, 12]
+    assert space.micro_batches(Stage.TRAINING, 12) == [1, 2, 4, 12]
 
 
 @pytest.mark.parametrize("total", [1, 2, 7, 64, 97])
