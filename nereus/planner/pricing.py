@@ -43,13 +43,23 @@ class Pricing:
     line: Line
     space: Space = Space()
 
+    @functools.cached_property
+    def _sketches(self) -> "dict[tuple[ModelStage, bool], Sketch]":
+        return {}
+
     @property
     def num_waves(self) -> int:
         return 1 + max(self.workflow.waves.values())
 
     def sketch(self, model_stage: ModelStage, *, in_turn: bool) -> "Sketch":
-        """Everything the model-stage could do on this line, in the fewest seconds it could take."""
-        return Sketch(self, model_stage, in_turn=in_turn)
+        """Everything the model-stage could do on this line, in the fewest seconds it could take.
+
+        in_turn: nothing runs beside it; that matters to processor workers alone, which share cores.
+        """
+        key = model_stage, in_turn and bool(self.cost.cluster.cores_per_node)
+        if key not in self._sketches:
+            self._sketches[key] = Sketch(self, model_stage, in_turn=in_turn)
+        return self._sketches[key]
 
     def candidates(self, model_stage: ModelStage, *, in_turn: bool) -> Candidates:
         """Every candidate of the model-stage that fits a device by itself."""

@@ -150,15 +150,15 @@ def optimum(
         combiner = _combiner(problem, tables, rule, limit_s, budget)
         return combiner.solve(), combiner.gap
 
-    known = solve(sketches.like(current), limit_s)[0] if current else None
-    limit_s = known.step_seconds if known else limit_s
+    best = solve(sketches.like(current), math.inf)[0] if current and limit_s == math.inf else None
+    limit_s, gap = best.step_seconds if best else limit_s, 0.0
     hopeful = _Hopeful(sketches, limit_s=limit_s)
-    for times in WITHIN:
+    for times in WITHIN if hopeful.bound_s < limit_s else ():
         within_s = limit_s if limit_s < CLOSE * hopeful.bound_s else min(times * hopeful.bound_s, limit_s)
         found, gap = solve(hopeful.tables(within_s), within_s)
+        best = found or best
         if found is not None or within_s == limit_s:
             break
-    best = found or known
     return (best, gap) if best else None
 
 
@@ -223,6 +223,9 @@ class _Hopeful:
         self.sketches = sketches
         fastest = {m: sketch.fastest for m, sketch in sketches.of.items()}
         self.rows = {m: self._alone(m, fastest, limit_s) for m in sketches.of}
+        self.bound_s = math.inf
+        if not all(map(len, self.rows.values())):
+            return
         options = {m: sketch.options(self.rows[m]) for m, sketch in sketches.of.items()}
         rule = sketches.rule
         bounds = Bounds(
