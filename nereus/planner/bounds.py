@@ -23,8 +23,9 @@ def step_of(waves: Floats, *, overlapped: bool) -> Floats:
 
     overlapped: the first wave (generation, of the next batch) runs beside the others; otherwise all run in turn.
     """
-    rest: Floats = waves[..., 1:].sum(axis=-1)
-    step: Floats = np.maximum(waves[..., 0], rest) if overlapped else waves[..., 0] + rest
+    first, *others = np.moveaxis(waves, -1, 0)  # sums over so short an axis are slow
+    rest = sum(others, np.zeros(first.shape))
+    step: Floats = np.maximum(first, rest) if overlapped else first + rest
     return step
 
 
@@ -34,6 +35,11 @@ class Options:
 
     devices: Ints
     seconds: Floats
+
+    @property
+    def fastest(self) -> Floats:
+        """[waves]: the fewest seconds of any row in each."""
+        return np.array([seconds.min() for seconds in self.seconds.T])
 
 
 class Bounds:
@@ -49,7 +55,7 @@ class Bounds:
         self._apart = {m: self._sets_with(m, overlapped) for m in self.options}
         self.num_waves = next(iter(self.options.values())).seconds.shape[1]
         infinite = np.full(self.num_waves, math.inf)
-        self._fastest = {m: o.seconds.min(axis=0) if len(o.devices) else infinite for m, o in self.options.items()}
+        self._fastest = {m: o.fastest if len(o.devices) else infinite for m, o in self.options.items()}
         self._fewest = {m: int(o.devices.min()) if len(o.devices) else num_devices + 1 for m, o in self.options.items()}
         crossing = [m for m, fastest in self._fastest.items() if (fastest > 0).sum() > 1 and np.isfinite(fastest).all()]
         assert len(crossing) <= 1, "at most one model-stage may have tasks in several waves"

@@ -103,11 +103,10 @@ class Sketch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
+    @functools.cached_property
     def fastest(self) -> Floats:
         """[waves]: the fewest seconds of any row."""
-        least: Floats = self.seconds.min(axis=0, initial=math.inf)
-        return least
+        return np.array([seconds.min(initial=math.inf) for seconds in self.seconds.T])
 
     @functools.cached_property
     def worthwhile(self) -> Mask:
@@ -115,7 +114,7 @@ class Sketch:
         model-stage trains, for what is slower without recomputation may be faster with it."""
         slower = np.zeros(len(self), dtype=bool)
         if not self.trains:
-            slower[1:] = (self.seconds[1:] >= self.seconds[:-1]).all(axis=1)
+            slower[1:] = np.logical_and.reduce([seconds[1:] >= seconds[:-1] for seconds in self.seconds.T])
         kept: Mask = ~(slower & self.rows.continues)
         return kept
 
