@@ -55,9 +55,9 @@ class Bounds:
         self._apart = {m: self._sets_with(m, overlapped) for m in self.options}
         self.num_waves = next(iter(self.options.values())).seconds.shape[1]
         infinite = np.full(self.num_waves, math.inf)
-        self._fastest = {m: o.fastest if len(o.devices) else infinite for m, o in self.options.items()}
+        self.fastest = {m: o.fastest if len(o.devices) else infinite for m, o in self.options.items()}
         self._fewest = {m: int(o.devices.min()) if len(o.devices) else num_devices + 1 for m, o in self.options.items()}
-        crossing = [m for m, fastest in self._fastest.items() if (fastest > 0).sum() > 1 and np.isfinite(fastest).all()]
+        crossing = [m for m, fastest in self.fastest.items() if (fastest > 0).sum() > 1 and np.isfinite(fastest).all()]
         assert len(crossing) <= 1, "at most one model-stage may have tasks in several waves"
         self.crosser = crossing[0] if crossing and not in_turn else None
         self.shared_wave, self.shared_members = self._shared()
@@ -84,10 +84,10 @@ class Bounds:
         for wave in range(self.num_waves):
             members = tuple(
                 m
-                for m, fastest in self._fastest.items()
+                for m, fastest in self.fastest.items()
                 if m.stage != self.crosser.stage and 0 < fastest[wave] < math.inf
             )
-            if members and self._fastest[self.crosser][wave] > 0:
+            if members and self.fastest[self.crosser][wave] > 0:
                 return wave, members
         return 0, ()
 
@@ -126,10 +126,10 @@ class Bounds:
         rest = [m for m in self.options if m != model_stage and m not in rows]
         if self.in_turn:
             done = sum((self.options[m].seconds[row] for m, row in rows.items()), np.zeros(self.num_waves))
-            after = sum((self._fastest[m] for m in rest), done)
+            after = sum((self.fastest[m] for m in rest), done)
             total: Floats = own.seconds + after
             return total
-        found = np.maximum(own.seconds, np.maximum.reduce([floor, *(self._fastest[m] for m in rest)]))
+        found = np.maximum(own.seconds, np.maximum.reduce([floor, *(self.fastest[m] for m in rest)]))
         lacking = np.zeros(len(own.devices), dtype=bool)
         for members in self._apart[model_stage]:
             used = sum(int(self.options[m].devices[rows[m]]) for m in members if m in rows)

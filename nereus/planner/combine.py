@@ -82,6 +82,7 @@ class Combiner:
         self.order = sorted(tables, key=self._priority)
         self.prices = SyncTable(tables, self.syncs, self.sync_price)
         self.devices = {m: table.num_devices for m, table in tables.items()}
+        self._least_idle = {m: int(np.minimum(t.idle, t.shared_idle).min(initial=1 << 62)) for m, t in tables.items()}
         self._tasks = {m: (table.seconds > 0).any(axis=0) for m, table in tables.items()}
         self._scarce = not all(
             carefree(table, most_beside(tables, m, {}, in_turn=self.in_turn), self.line).all()
@@ -204,13 +205,13 @@ class Combiner:
             if float(self._step(part.floor)) + part.sync_seconds >= self.best_seconds:
                 return False
         rest, left = [m for m in self.order if m not in part.rows], dict[ModelStage, Mask]()
-        least = {m: int(np.minimum(self.tables[m].idle, self.tables[m].shared_idle).min()) for m in rest}
+        least = {m: self._least_idle[m] for m in rest}
         total = np.zeros(self.bounds.num_waves)
         for m in rest:
             possible = left[m] = self._fits_beside(part, m, sum(least.values()) - least[m])
             if not possible.any():
                 return False
-            fastest = self.tables[m].seconds[possible].min(axis=0)
+            fastest = self.bounds.fastest[m] if possible.all() else self.tables[m].seconds[possible].min(axis=0)
             if self.in_turn:
                 total += fastest
             else:
