@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import functools
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,10 @@ SUPPORTED = {
 }
 
 
+MAX_LAYERS, MAX_PARAMS = 10_000, 10**14
+"""Of a model, far above any there is; what is counted stays within 64 bits."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Shapes and options of one decoder-only transformer."""
@@ -113,6 +118,11 @@ class ModelSpec:
         for field in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab"):
             if getattr(self, field) < 1:
                 raise ModelError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if self.num_layers > MAX_LAYERS:
+            raise ModelError(f"num_layers is {self.num_layers}; {MAX_LAYERS} at most")
+        projections = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim + 3 * self.ffn
+        if (self.num_layers * projections + 2 * self.vocab) * self.hidden > MAX_PARAMS:
+            raise ModelError(f"the sizes make more than {MAX_PARAMS:.0e} parameters, the most that is counted")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads")
 
@@ -144,8 +154,9 @@ class ModelSpec:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, source: str = "config.json") -> "ModelSpec":
         """The spec of an HF config; raises ModelError naming what is unsupported."""
-        architecture = (config.get("architectures") or ["none"])[0]
-        if architecture not in SUPPORTED:
+        named = config.get("architectures") or ["none"]
+        architecture = named[0] if isinstance(named, list) else named
+        if not isinstance(architecture, str) or architecture not in SUPPORTED:
             raise ModelError(
                 f"{source}: architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}"
             )
@@ -153,27 +164,28 @@ class ModelSpec:
         for key in ("attention_bias", "mlp_bias"):
             if config.get(key):
                 raise ModelError(f"{source}: {key} is not supported")
-        if head is Head.SCORE and len(config.get("id2label") or [0]) != 1:
-            raise ModelError(f"{source}: a reward model needs one label, found {len(config['id2label'])}")
+        labels = config.get("id2label") or [0]
+        if head is Head.SCORE and (not isinstance(labels, list | dict) or len(labels) != 1):
+            raise ModelError(f"{source}: a reward model needs one label, found id2label {labels!r}")
         try:
-            heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+            heads, hidden = _count(config, "num_attention_heads", source), _count(config, "hidden_size", source)
             theta, scaling = _rope(config, source)
             return cls(
                 family=family,
-                num_layers=int(config["num_hidden_layers"]),
+                num_layers=_count(config, "num_hidden_layers", source),
                 hidden=hidden,
                 num_heads=heads,
-                num_kv_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(config.get("head_dim") or hidden // heads),
-                ffn=int(config["intermediate_size"]),
-                vocab=int(config["vocab_size"]),
+                num_kv_heads=_count(config, "num_key_value_heads", source, heads),
+                head_dim=_count(config, "head_dim", source, hidden // heads),
+                ffn=_count(config, "intermediate_size", source),
+                vocab=_count(config, "vocab_size", source),
                 tied=bool(config.get("tie_word_embeddings", False)) and head is Head.LM,
                 qkv_bias=family == "qwen2",
                 qk_norm=family == "qwen3",
-                rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+                rms_eps=_figure(config, "rms_norm_eps", source, 1e-6),
                 rope_theta=theta,
                 rope_scaling=scaling,
-                max_positions=int(config.get("max_position_embeddings", 4096)),
+                max_positions=_count(config, "max_position_embeddings", source, 4096),
                 sliding_window=_sliding_window(config, family, source),
                 head=head,
             )
@@ -189,28 +201,47 @@ class ModelSpec:
             raise ModelError(f"{path}: not found; give an HF model folder or its config.json")
         try:
             config = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise ModelError(f"{path}: not valid JSON ({error})") from None
         if not isinstance(config, dict):
             raise ModelError(f"{path}: holds {type(config).__name__}; a config.json is a mapping")
         return cls.from_config(config, source=str(path))
 
 
+def _count(config: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:
+    """A whole number of at least 1; `default` where the key is absent, null or 0."""
+    value = config[key] if default is None else config.get(key) or default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{source}: {key} is {value!r}; it must be a whole number of at least 1")
+    return value
+
+
+def _figure(config: Mapping[str, Any], key: str, source: str, default: float | None = None) -> float:
+    """A number above 0; `default` where the key is absent or null."""
+    value = config.get(key)
+    value = config[key] if value is None and default is None else default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"{source}: {key} is {value!r}; it must be a number above 0")
+    return float(value)
+
+
 def _rope(config: Mapping[str, Any], source: str) -> tuple[float, Llama3RopeScaling | None]:
     """Rope base and scaling; both spellings of `transformers` (before and since version 5) are read."""
     new = config.get("rope_parameters") or {}
-    theta = float(new.get("rope_theta") or config.get("rope_theta") or 10000.0)
     scaling = new or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ModelError(f"{source}: rope scaling {scaling!r} is not a mapping")
+    theta = _figure(new if new.get("rope_theta") is not None else config, "rope_theta", source, 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise ModelError(f"{source}: rope scaling {kind!r} is not supported; supported: default, llama3")
     return theta, Llama3RopeScaling(
-        factor=float(scaling["factor"]),
-        low_freq_factor=float(scaling["low_freq_factor"]),
-        high_freq_factor=float(scaling["high_freq_factor"]),
-        original_max_position=int(scaling["original_max_position_embeddings"]),
+        factor=_figure(scaling, "factor", source),
+        low_freq_factor=_figure(scaling, "low_freq_factor", source),
+        high_freq_factor=_figure(scaling, "high_freq_factor", source),
+        original_max_position=_count(scaling, "original_max_position_embeddings", source),
     )
 
 
@@ -218,8 +249,10 @@ def _sliding_window(config: Mapping[str, Any], family: str, source: str) -> int 
     """The window of every layer, or None; Qwen's windows start at a layer, and some layers with one is refused."""
     window = config.get("sliding_window")
     if window is None or family not in ("qwen2", "qwen3"):
-        return None if window is None else int(window)
-    num_layers, first = int(config["num_hidden_layers"]), int(config.get("max_window_layers", 28))
+        return None if window is None else _count(config, "sliding_window", source)
+    num_layers, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        raise ModelError(f"{source}: max_window_layers is {first!r}; it must be a whole number")
     if not config.get("use_sliding_window") or first >= num_layers:
         return None
     if first > 0:
@@ -227,7 +260,7 @@ def _sliding_window(config: Mapping[str, Any], family: str, source: str) -> int 
             f"{source}: a sliding window from layer {first} of {num_layers} on is not supported; "
             "supported: all layers (max_window_layers 0) or none"
         )
-    return int(window)
+    return _count(config, "sliding_window", source)
 
 
 @functools.lru_cache(maxsize=64)

@@ -74,7 +74,7 @@ def model_by_name(name: str) -> ModelSpec | None:
 def load_spec(text: str | Path) -> ModelSpec:
     """The spec of an HF folder, a `config.json`, or a built-in name; raises ModelError listing the names."""
     path = Path(text)
-    if path.exists():
+    if str(text) and path.exists():
         return ModelSpec.from_folder(path)
     found = model_by_name(str(text))
     if found is None:
