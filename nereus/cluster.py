@@ -117,6 +117,12 @@ _SHORT = re.compile(r"^(\d+)x(\d+)x([a-z0-9._-]+)$", re.IGNORECASE)
 
 GB = 10**9
 
+MAX_DEVICES = 1 << 20
+"""Devices a written cluster may have; so that a slip of a key is refused at once."""
+
+MAX_FIGURE = 1e9
+"""Any figure of an accelerator in GB, GB/s or TFLOPS."""
+
 
 def _accelerator(
     name: str, tflops: float, memory_gb: float, memory_gb_per_s: float, intra_gb_per_s: float, inter_gb_per_s: float
@@ -248,7 +254,11 @@ def parse_cluster(text: str) -> Cluster:
         accelerator = known_accelerator(match[3])
     except ClusterError as error:
         raise ClusterError(f"cluster {text!r}: {error}") from None
-    return uniform_cluster(num_nodes=int(match[1]), devices_per_node=int(match[2]), accelerator=accelerator)
+    nodes, size = int(match[1]), int(match[2])
+    if not nodes or not size:
+        raise ClusterError(f"cluster {text!r}: at least one node with one device is needed")
+    _check_size(nodes * size, f"cluster {text!r}")
+    return uniform_cluster(num_nodes=nodes, devices_per_node=size, accelerator=accelerator)
 
 
 def load_cluster(text: str) -> Cluster:
@@ -260,8 +270,8 @@ def load_cluster(text: str) -> Cluster:
         raise ClusterError(f"cluster file {text}: not found")
     try:
         described = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ClusterError(f"cluster file {text}: not valid YAML ({error})") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ClusterError(f"cluster file {text}: not valid YAML ({' '.join(str(error).split())})") from None
     return cluster_from(described, source=text)
 
 
@@ -284,23 +294,34 @@ def cluster_from(described: Any, *, source: str = "cluster") -> Cluster:
     links = described.get("links") or {}
     _check_keys(links, ("intra_gb_per_s", "inter_gb_per_s"), f"{source}: links")
     custom = described.get("accelerators") or {}
+    _check_mapping(custom, f"{source}: accelerators", "types by name, such as {h100: {memory_gb: 64}}")
+    rows = described.get("nodes") or []
+    if not isinstance(rows, list):
+        raise ClusterError(f"{source}: nodes: expected a list such as [{{devices: 8, accelerator: h200}}]")
     used: dict[str, Accelerator] = {}
     devices: list[Device] = []
     node_names: list[str] = []
-    for row in described.get("nodes") or []:
+    for row in rows:
         _check_keys(row, _NODE_KEYS, f"{source}: nodes")
         accelerator = _described_accelerator(str(row.get("accelerator", "cpu")), custom, links, source)
         used[accelerator.name] = accelerator
         memory_gb = _positive(row.get("memory_gb", accelerator.memory_bytes / GB), f"{source}: memory_gb")
         count = _count(row.get("count", 1), f"{source}: count")
+        size = _count(row.get("devices", 1), f"{source}: devices")
+        _check_size(len(devices) + count * size, source)
         for copy in range(count):
             base = str(row.get("name", f"node{len(node_names)}"))
             node = f"{base}-{copy}" if "name" in row and count > 1 else base
             if node in node_names:
                 raise ClusterError(f"{source}: node {node!r} appears twice; names must differ")
             node_names.append(node)
-            for _ in range(_count(row.get("devices", 1), f"{source}: devices")):
+            for _ in range(size):
                 devices.append(Device(len(devices), node, accelerator.name, int(memory_gb * GB)))
+    unused = [name for name in custom if _table_name(name) not in map(_table_name, used)]
+    if devices and unused:
+        raise ClusterError(
+            f"{source}: accelerators: no node has {', '.join(map(str, unused))}; nodes have {', '.join(used)}"
+        )
     if not devices:
         raise ClusterError(f"{source}: nodes: name at least one, such as {{devices: 8, accelerator: h200}}")
     cores = described.get("cores_per_node")
@@ -313,10 +334,10 @@ def cluster_from(described: Any, *, source: str = "cluster") -> Cluster:
 
 def _described_accelerator(name: str, custom: Any, links: Any, source: str) -> Accelerator:
     """A table entry with the file's corrections, or a new type whose figures are all given."""
-    given = custom.get(name) or {}
+    given = next((row for key, row in custom.items() if _table_name(key) == _table_name(name)), None) or {}
     _check_keys(given, _ACCELERATOR_KEYS, f"{source}: accelerators.{name}")
     missing = [key for key in _ACCELERATOR_KEYS if key not in given]
-    if name in custom and len(missing) == 0:
+    if not missing:
         base = _accelerator(name, 1, 1, 1, 1, 1)
     else:
         try:
@@ -339,17 +360,34 @@ def _described_accelerator(name: str, custom: Any, links: Any, source: str) -> A
     return base
 
 
-def _check_keys(mapping: Any, allowed: tuple[str, ...], where: str) -> None:
+def _table_name(name: Any) -> str:
+    """The table's spelling of a type, or the name as it is."""
+    try:
+        return known_accelerator(str(name)).name
+    except ClusterError:
+        return str(name)
+
+
+def _check_size(num_devices: int, where: str) -> None:
+    if num_devices > MAX_DEVICES:
+        raise ClusterError(f"{where}: {num_devices} devices or more; {MAX_DEVICES} at most")
+
+
+def _check_mapping(mapping: Any, where: str, expected: str) -> None:
     if not isinstance(mapping, dict):
-        raise ClusterError(f"{where}: expected keys among {', '.join(allowed)}, found {mapping!r}")
+        raise ClusterError(f"{where}: expected {expected}, found {mapping!r}")
+
+
+def _check_keys(mapping: Any, allowed: tuple[str, ...], where: str) -> None:
+    _check_mapping(mapping, where, f"keys among {', '.join(allowed)}")
     unknown = [str(key) for key in mapping if key not in allowed]
     if unknown:
         raise ClusterError(f"{where}: unknown {', '.join(unknown)}; known: {', '.join(allowed)}")
 
 
 def _positive(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ClusterError(f"{where} is {value!r}; it must be a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_FIGURE:
+        raise ClusterError(f"{where} is {value!r}; it must be a number above 0, {MAX_FIGURE:.0e} at most")
     return float(value)
 
 

@@ -139,3 +139,37 @@ def test_a_cluster_that_was_sent_to_another_process_equals_itself_there():
     cluster = pickle.loads(sent)
     hash(cluster)
     subprocess.run([sys.executable, "-c", code], input=pickle.dumps(cluster), check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        ("nodes: 3", "nodes: expected a list"),
+        ("nodes: abc", "nodes: expected a list"),
+        ("nodes: [{devices: 8, accelerator: h100, memory_gb: .nan}]", "memory_gb"),
+        ("nodes: [{devices: 8, accelerator: h100, memory_gb: .inf}]", "memory_gb"),
+        ("{nodes: [{devices: 8, accelerator: h100}], links: {inter_gb_per_s: .nan}}", "inter_gb_per_s"),
+        ("{nodes: [{devices: 8, accelerator: h100}], accelerators: abc}", "accelerators: expected types by name"),
+        ("{nodes: [{devices: 8, accelerator: h100}], accelerators: {h20x: {memory_gb: 9}}}", "no node has h20x"),
+        ("nodes: [{count: 1000000000, devices: 8, accelerator: h100}]", "1048576 at most"),
+        ("nodes: [{", "not valid YAML"),
+        ("\x00", "not valid YAML"),
+    ],
+)
+def test_what_a_cluster_file_cannot_say_is_refused_in_one_line(tmp_path, text, named):
+    source = tmp_path / "cluster.yaml"
+    source.write_text(text)
+    with pytest.raises(ClusterError, match=named) as error:
+        load_cluster(str(source))
+    assert str(source) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_cluster_too_large_to_be_meant_is_refused_at_once():
+    with pytest.raises(ClusterError, match="1048576 at most"):
+        parse_cluster("10000000x8xh100")
+
+
+def test_a_correction_counts_for_every_spelling_of_a_type():
+    rows = [{"devices": 1, "accelerator": name} for name in ("H100", "NVIDIA H100 80GB HBM3", "h100")]
+    found = cluster_from({"nodes": rows, "accelerators": {"h100-sxm": {"memory_gb": 20}}})
+    assert {device.memory_bytes for device in found.devices} == {20 * GB}
