@@ -67,8 +67,12 @@ def train(
 
 def check_destination(destination: str | None) -> None:
     """Raise InputError where `--json` names a place that cannot be written, before hours of work end in it."""
-    if destination is not None and destination != "-" and not Path(destination).parent.is_dir():
+    if destination is None or destination == "-":
+        return
+    if not Path(destination).parent.is_dir():
         raise InputError(f"--json {destination}: the folder {Path(destination).parent} does not exist")
+    if Path(destination).is_dir():
+        raise InputError(f"--json {destination!r} is a folder; name a file in it, or - for standard output")
 
 
 def write_json(value: Any, destination: str | None) -> None:
@@ -76,7 +80,10 @@ def write_json(value: Any, destination: str | None) -> None:
     if destination == "-":
         sys.stdout.write(json.dumps(value, indent=2) + "\n")
     elif destination is not None:
-        Path(destination).write_text(json.dumps(value, indent=2) + "\n")
+        try:
+            Path(destination).write_text(json.dumps(value, indent=2) + "\n")
+        except OSError as error:
+            raise InputError(f"--json {destination}: cannot be written ({error.strerror})") from None
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run.dir of a running job.")]

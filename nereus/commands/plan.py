@@ -42,11 +42,12 @@ def plan(
     ] = None,
 ) -> None:
     """Find the fastest plan that fits, and say what it costs and why."""
-    from nereus.cli import write_json
+    from nereus.cli import check_destination, write_json
 
+    check_destination(json_file)
     result = find_plan(
         model, cluster, algorithm=algorithm, batch=batch, prompt=prompt,
-        response=load_lengths(lengths) if lengths else response, n=n, mini_batches=mini_batches,
+        response=load_lengths(lengths) if lengths is not None else response, n=n, mini_batches=mini_batches,
         max_staleness=max_staleness, memory_gb=memory_gb, placement=placement, critic=critic, reward=reward,
         reference=reference, dtype=dtype,
         alternatives=json_file is not None, explain=explain, compare=compare,

@@ -5,7 +5,9 @@ names, cluster, lengths -> PlanningProblem -> search -> PlanResult: stages, crit
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+import numbers
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ from nereus.planner.workload import Lengths, Workload
 from nereus.workflow import CRITIC_OF, workflow_for
 
 MAX_QUANTILES = 64
+
+MAX_STEP_TOKENS = 10**12
+"""Tokens of one step, were every sample as long as the longest: far above any job, and what is counted in 64 bits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,13 +186,10 @@ def problem_for(
     batch is generated beside the rest of the step. memory_gb: devices count as having no more. Raises InputError where
     something cannot be read.
     """
-    for name, value in (("batch", batch), ("prompt", prompt), ("n", n), ("mini_batches", mini_batches)):
-        if value < 1:
-            raise ConfigError(name, f"{value} given; at least 1 is needed")
     if max_staleness < 0:
         raise ConfigError("max-staleness", f"{max_staleness} given; 0 or more is needed")
-    if memory_gb is not None and memory_gb <= 0:
-        raise ConfigError("memory-gb", f"{memory_gb} given; it must be positive")
+    if memory_gb is not None and not 0 < memory_gb < math.inf:
+        raise ConfigError("memory-gb", f"{memory_gb} given; a positive number is needed")
     if algorithm not in CRITIC_OF:
         raise ConfigError("algorithm", f"no {algorithm!r}; known: {', '.join(CRITIC_OF)}")
     if placement not in set(Placement):
@@ -196,13 +198,12 @@ def problem_for(
         raise ConfigError("dtype", f"no {dtype!r}; known: {', '.join(PRECISIONS)}")
     devices = load_cluster(cluster) if isinstance(cluster, str) else cluster
     actor = _spec(model)
-    specs = {Role.ACTOR: actor, Role.REFERENCE: _spec(reference) if reference else actor}
+    specs = {Role.ACTOR: actor, Role.REFERENCE: actor if reference is None else _spec(reference)}
     if CRITIC_OF[algorithm]:
-        specs[Role.CRITIC] = (_spec(critic) if critic else actor).with_head(Head.SCORE)
-    if reward:
+        specs[Role.CRITIC] = (actor if critic is None else _spec(critic)).with_head(Head.SCORE)
+    if reward is not None:
         specs[Role.REWARD] = _spec(reward).with_head(Head.SCORE)
-    lengths = response if isinstance(response, Lengths) else Lengths.constant(float(response))
-    workload = Workload(batch, float(prompt), lengths, n=n, mini_batches=mini_batches)
+    workload = _workload(batch, prompt, response, n=n, mini_batches=mini_batches)
     return PlanningProblem(
         workflow=workflow_for(algorithm, reward_model=reward is not None, max_staleness=max_staleness),
         specs=specs,
@@ -218,6 +219,25 @@ def problem_for(
     )
 
 
+def _workload(batch: int, prompt: float, response: float | Lengths, *, n: int, mini_batches: int) -> Workload:
+    """The workload of one step; raises ConfigError where a number is out of range."""
+    for name, count in (("batch", batch), ("n", n), ("mini-batches", mini_batches)):
+        if not isinstance(count, numbers.Integral) or count < 1:
+            raise ConfigError(name, f"{count} given; a whole number of at least 1 is needed")
+    if not 1 <= prompt < math.inf:
+        raise ConfigError("prompt", f"{prompt} given; at least 1 token is needed")
+    if not isinstance(response, Lengths) and not 0 < response < math.inf:
+        raise ConfigError("response", f"{response} given; more than 0 tokens are needed")
+    if mini_batches > batch:
+        raise ConfigError("mini-batches", f"{mini_batches} given; at most the batch, {batch}, leaves each a prompt")
+    lengths = response if isinstance(response, Lengths) else Lengths.constant(float(response))
+    work = Workload(int(batch), float(prompt), lengths, n=int(n), mini_batches=int(mini_batches))
+    if work.num_samples * work.longest_tokens > MAX_STEP_TOKENS:
+        most = f"batch x n x (prompt + response) may be {MAX_STEP_TOKENS:.0e} at most"
+        raise ConfigError("batch", f"{work.num_samples * work.longest_tokens:.3g} tokens a step; {most}")
+    return work
+
+
 def _spec(model: str | ModelSpec) -> ModelSpec:
     return model if isinstance(model, ModelSpec) else load_spec(model)
 
@@ -227,22 +247,56 @@ def load_lengths(path: str | Path) -> Lengths:
     source = Path(path)
     if not source.is_file():
         raise DataError(f"lengths file {path}: not found")
-    text = source.read_text()
     try:
-        if text.lstrip().startswith("["):
-            values = [float(value) for value in json.loads(text)]
-        else:
-            cells = [line.split(",")[-1].strip() for line in text.splitlines() if line.strip()]
-            values = [float(cell) for cell in cells if cell.replace(".", "", 1).isdigit()]
-    except (TypeError, ValueError) as error:
-        raise DataError(f"lengths file {path}: {error}; write one number a line or a JSON list") from None
-    if not values or min(values) < 0:
-        raise DataError(f"lengths file {path}: no lengths found; write one number of tokens a line or a JSON list")
+        text = source.read_text(encoding="utf-8-sig")
+        cells = _listed(text) if text.lstrip().startswith("[") else _last_cells(text)
+        values = [_length(where, cell) for where, cell in cells]
+    except (OSError, ValueError) as error:
+        raise DataError(f"lengths file {path}: {error}; {_LENGTHS_FORM}") from None
+    if not values or max(values) == 0:
+        raise DataError(f"lengths file {path}: no lengths above 0 found; {_LENGTHS_FORM}")
     values.sort()
     if len(values) > MAX_QUANTILES:
         size = len(values)
         values = [values[size * (i + 1) // MAX_QUANTILES - 1] for i in range(MAX_QUANTILES)]
     return Lengths(tuple(values))
+
+
+_LENGTHS_FORM = "write one number of tokens a line or a JSON list"
+
+
+def _listed(text: str) -> Iterator[tuple[str, Any]]:
+    for number, cell in enumerate(json.loads(text), start=1):
+        if isinstance(cell, bool) or not isinstance(cell, int | float):
+            raise ValueError(f"entry {number} is {cell!r}")
+        yield f"entry {number}", cell
+
+
+def _last_cells(text: str) -> Iterator[tuple[str, Any]]:
+    """The last column of each line; the first line with anything in it may be a header."""
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    for number, line in lines:
+        cell = line.rpartition(",")[2].strip().strip("\"'")
+        if (number, line) != lines[0] or _is_number(cell):
+            yield f"line {number}", cell
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _length(where: str, cell: str | float) -> float:
+    """A number of tokens; raises ValueError where it is none."""
+    if isinstance(cell, str) and not _is_number(cell):
+        raise ValueError(f"{where}: {cell[:40]!r} is not a number")
+    value = float(cell)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{where}: {cell} is not a number of tokens")
+    return value
 
 
 def plan_problem(

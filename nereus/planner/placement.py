@@ -13,6 +13,7 @@ import bisect
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -68,10 +69,8 @@ class Line:
             b - a for a, b in zip(self.node_starts, [*self.node_starts[1:], self.num_devices], strict=True)
         ]
         self.max_node = max(self.node_sizes)
-        usable = {
-            memory: int(min(memory, memory_cap_bytes or memory) * (1 - headroom))
-            for memory in {d.memory_bytes for d in self.devices}
-        }
+        cap = math.inf if memory_cap_bytes is None else memory_cap_bytes
+        usable = {memory: int(min(memory, cap) * (1 - headroom)) for memory in {d.memory_bytes for d in self.devices}}
         self.runs = _runs(self.devices, usable)
         self.max_capacity = max(capacity for _, capacity in self.runs)
         self.regions = self._regions(speed_ranks(cluster))

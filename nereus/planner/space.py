@@ -38,7 +38,7 @@ class Space:
             if self.paper:
                 found.update(dp for dp in range(1, min(limit, total) + 1) if total % dp == 0)
             else:
-                found.update(dp for dp in _useful_counts(total) if dp <= limit)
+                found.update(_useful_counts(total, limit))
         return sorted(found)
 
     def micro_batches(self, stage: Stage, samples: int) -> list[int]:
@@ -69,11 +69,13 @@ def _is_power_of_two(count: int) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _useful_counts(total: int) -> tuple[int, ...]:
-    """The counts among which `total` samples divide into smaller largest shares than among any fewer."""
-    found, share = [], 0
-    for dp in range(1, total + 1):
-        if -(-total // dp) != share:
-            share = -(-total // dp)
-            found.append(dp)
+def _useful_counts(total: int, limit: int) -> tuple[int, ...]:
+    """The counts up to `limit` among which `total` samples divide into smaller largest shares than among any fewer."""
+    found, dp = [], 1
+    while dp <= limit:
+        found.append(dp)
+        share = -(-total // dp)
+        if share == 1:
+            break
+        dp = -(-total // (share - 1))
     return tuple(found)

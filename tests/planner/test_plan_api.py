@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from nereus.commands.plan import plan as plan_command
-from nereus.errors import ConfigError, DataError, PlanError
+from nereus.errors import ConfigError, DataError, InputError, ModelError, PlanError
 from nereus.model import Head
 from nereus.models import load_spec
 from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, CRITIC_TRAINING, Plan
@@ -206,3 +206,74 @@ def test_the_command_shows_the_table_and_the_critical_path():
 def test_the_command_exits_with_one_where_nothing_fits():
     done = run_command("--model", "llama-3.1-8b", "--cluster", "1x2xh100", "--memory-gb", "4", "--batch", "8")
     assert done.exit_code == 1 and "no plan fits" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "content, named",
+    [
+        (b"5\n-3\n7\n", "line 2"),
+        (b"5\nnan\n7\n", "line 2"),
+        (b"5\nseven\n", "'seven' is not a number"),
+        (b"100,\n200,\n", "line 2"),
+        (b"[1, Infinity]", "inf"),
+        (b"[1, null]", "entry 2"),
+        (b"[true, 3]", "entry 1"),
+        (b"[1", "one number"),
+        (b"\xff\xfe\x00\x80", "one number"),
+        (b"0\n0\n", "no lengths above 0"),
+    ],
+)
+def test_nothing_in_a_lengths_file_is_skipped_in_silence(tmp_path, content, named):
+    source = tmp_path / "lengths.txt"
+    source.write_bytes(content)
+    with pytest.raises(DataError, match=named) as error:
+        load_lengths(source)
+    assert str(source) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_lengths_are_read_in_any_usual_spelling(tmp_path):
+    source = tmp_path / "lengths.txt"
+    for content in (b"12\r\n1.3e1\r\n", b'tokens\n"12"\n13\n', b"\xef\xbb\xbf12\n\n13", b"[13, 12.0]"):
+        source.write_bytes(content)
+        assert load_lengths(source).values == (12, 13)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
+@pytest.mark.parametrize("key", ["prompt", "response", "memory_gb"])
+def test_numbers_that_are_none_are_refused_by_key(key, value):
+    with pytest.raises(ConfigError, match=key.replace("_", "-")):
+        plan("llama-3.2-1b", "1x2xh100", **{key: value})
+
+
+@pytest.mark.parametrize(
+    "job", [dict(batch=10**15), dict(prompt=1e30), dict(response=1e12), dict(response=Lengths((1.0, 1e13)))]
+)
+def test_more_tokens_than_are_counted_exactly_are_refused(job):
+    with pytest.raises(ConfigError, match="tokens a step"):
+        plan("llama-3.2-1b", "1x2xh100", **job)
+
+
+def test_a_batch_of_a_hundred_million_is_planned():
+    assert plan("llama-3.2-1b", "1x2xh100", algorithm="grpo", batch=10**8, prompt=64, response=64).feasible
+
+
+def test_a_mini_batch_has_a_prompt():
+    with pytest.raises(ConfigError, match="mini-batches: 9 given; at most the batch, 8"):
+        plan("llama-3.2-1b", "1x2xh100", batch=8, mini_batches=9)
+
+
+def test_a_memory_limit_below_a_byte_is_a_limit():
+    refused = plan("llama-3.2-1b", "1x2xh100", batch=8, memory_gb=1e-12)
+    assert not refused.feasible and refused.refusal.limit == "memory"
+
+
+def test_an_empty_name_is_no_model_and_no_default():
+    for role in ("critic", "reward", "reference"):
+        with pytest.raises(ModelError, match="built-in names"):
+            plan("llama-3.2-1b", "1x2xh100", batch=8, **{role: ""})
+
+
+def test_a_place_where_json_cannot_be_written_is_said_before_the_search(tmp_path):
+    for place in (tmp_path, tmp_path / "missing" / "out.json"):
+        with pytest.raises(InputError, match="--json"):
+            plan_command("no such model", "1x2xh100", json_file=str(place))
