@@ -146,6 +146,9 @@ class StagePlan:
         return cls(layout, tuple(flat[i : i + size] for i in range(0, len(flat), size)))
 
 
+MAX_DEVICES = 1 << 20
+"""Devices a text may name; so that a slip of a key is refused at once."""
+
 _SHAPE = re.compile(r"^(?:[a-z_]+:)?((?:[dtp]\d+)+)$")
 
 
@@ -173,6 +176,8 @@ def parse_devices(text: str) -> tuple[int, ...]:
         last = int(match[2]) if match[2] else first
         if last < first:
             raise PlanError(f"devices {text!r}: {part.strip()} runs backwards")
+        if len(devices) + last - first >= MAX_DEVICES:
+            raise PlanError(f"devices {text!r}: {part.strip()} names {MAX_DEVICES} devices or more")
         devices.extend(range(first, last + 1))
     return tuple(devices)
 

@@ -309,7 +309,7 @@ def plan_problem(
 ) -> PlanResult:
     """Search a problem, and price what stands beside the choice; arguments as in `plan`."""
     found = search(problem, current=current)
-    compared = price(problem, parse_plan(problem, compare, found)) if compare else None
+    compared = price(problem, parse_plan(problem, compare, found)) if compare is not None else None
     if isinstance(found, Refusal):
         return PlanResult(problem, None, None, found, compared=compared)
     return PlanResult(
@@ -339,6 +339,9 @@ def parse_plan(problem: PlanningProblem, text: str | Mapping[str, str], found: C
         pairs = [part.partition("=") for part in text.replace(";", " ").split()]
         if not pairs or not all(mark and value for _, mark, value in pairs):
             raise PlanError(f"plan {text!r}: write actor-training=d4t2p2 with optional devices, d4t2p2@0-15")
+        names = [name for name, _, _ in pairs]
+        if len(set(names)) < len(names):
+            raise PlanError(f"plan {text!r}: {max(names, key=names.count)} is named twice")
         text = {name: value for name, _, value in pairs}
     base = dict(found.plan.stages) if isinstance(found, Choice) else {}
     named: dict[ModelStage, StagePlan] = {}

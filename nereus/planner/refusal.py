@@ -33,6 +33,9 @@ def refuse(pricing: Pricing, placement: Placement) -> Refusal:
         if not len(table):
             valid = ", ".join(str(tp) for tp in pricing.specs[m.role].valid_tp if tp <= line.max_node)
             return Refusal("layout", f"{m} has no layout on {line.num_devices} devices", (f"valid tp: {valid}",))
+    if placement is Placement.DISJOINT and (roles := len({m.role for m in stages})) > line.num_devices:
+        reason = f"{roles} models need devices of their own under placement disjoint; {line.num_devices} given"
+        return Refusal("devices", reason, ("placement free or colocated lets models share devices",))
     if placement is not Placement.COLOCATED:
         for stage in Stage:
             needed = sum(m.stage is stage for m in stages)

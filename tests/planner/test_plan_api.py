@@ -277,3 +277,21 @@ def test_a_place_where_json_cannot_be_written_is_said_before_the_search(tmp_path
     for place in (tmp_path, tmp_path / "missing" / "out.json"):
         with pytest.raises(InputError, match="--json"):
             plan_command("no such model", "1x2xh100", json_file=str(place))
+
+
+def test_models_that_outnumber_the_devices_they_may_not_share_are_refused_for_devices():
+    refused = plan("llama-3.2-1b", "1x2xh100", batch=8, placement="disjoint").refusal
+    assert refused.limit == "devices" and "3 models need devices of their own" in refused.reason
+
+
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        ("", "write actor-training="),
+        ("actor-training=d2 actor-training=d1", "actor-training is named twice"),
+        ("actor-training=d2@0-9999999999", "0-9999999999 names"),
+    ],
+)
+def test_a_plan_to_compare_that_cannot_be_meant_is_refused(text, named):
+    with pytest.raises(PlanError, match=named):
+        plan("llama-3.2-1b", "1x2xh100", algorithm="grpo", batch=8, compare=text)
