@@ -401,7 +401,7 @@ def _notes(problem: PlanningProblem, choice: Choice) -> list[str]:
     if choice.idle_devices:
         notes.append(
             f"{len(choice.idle_devices)} of {problem.cluster.num_devices} devices stay idle: "
-            f"{problem.workload.num_samples} samples a step do not keep more busy"
+            f"no plan found is faster with them ({problem.workload.num_samples} samples a step)"
         )
     if choice.placement is not problem.limits.placement:
         notes.append("no plan with disjoint concurrent model-stages fits; they share all devices and take turns")

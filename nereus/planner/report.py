@@ -60,7 +60,9 @@ def stage_table(priced: PlanPrice, *, title: str) -> Table:
     ):
         table.add_column(
             name,
-            no_wrap=name == "model-stage",
+            no_wrap=name != "devices",
+            min_width=len(name),
+            overflow="fold",
             justify="right" if name in ("units", "seconds", "GB", "micro") else "left",
         )
     for model_stage, stage_plan in priced.plan.stages:

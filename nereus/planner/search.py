@@ -105,7 +105,7 @@ def search(
                 best = _choice(problem, *found, placement, current)
         if best is not None:
             return best
-    return refuse(problem.pricing, problem.limits.placement)
+    return refuse(problem.pricing, placements[-1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 """`nereus.plan` and its command: the users' cases, the JSON of the contracts, and what is said when nothing fits."""
 
+import io
 import json
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from nereus.commands.plan import plan as plan_command
@@ -13,6 +15,7 @@ from nereus.models import load_spec
 from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, CRITIC_TRAINING, Plan
 from nereus.planner.api import load_lengths, parse_plan, plan
 from nereus.planner.evaluate import price
+from nereus.planner.report import show
 from nereus.planner.workload import Lengths
 
 SEVEN = dict(batch=16, prompt=512, response=1024)
@@ -295,3 +298,16 @@ def test_models_that_outnumber_the_devices_they_may_not_share_are_refused_for_de
 def test_a_plan_to_compare_that_cannot_be_meant_is_refused(text, named):
     with pytest.raises(PlanError, match=named):
         plan("llama-3.2-1b", "1x2xh100", algorithm="grpo", batch=8, compare=text)
+
+
+def test_what_does_not_fit_in_turn_either_is_not_told_to_run_in_turn():
+    refused = plan("llama-3.2-1b", "1x1xh100", batch=1, response=100000).refusal
+    assert refused.limit == "memory" and "actor-training" in refused.reason
+
+
+def test_figures_of_the_table_are_never_cut():
+    result = plan("llama-3.1-8b", "2x8xh100", algorithm="grpo", batch=2_000_000)
+    console = Console(width=80, file=io.StringIO())
+    show(result, console)
+    for stage in result.price.stages.values():
+        assert f" {stage.cost.seconds:.3f} " in console.file.getvalue()
