@@ -404,7 +404,7 @@ def _notes(problem: PlanningProblem, choice: Choice) -> list[str]:
             f"no plan found is faster with them ({problem.workload.num_samples} samples a step)"
         )
     if choice.placement is not problem.limits.placement:
-        notes.append("no plan with disjoint concurrent model-stages fits; they share all devices and take turns")
+        notes.append("model-stages that could run at once take turns on shared devices: faster, or all that fits")
     if choice.gap:
         notes.append(f"a faster plan, if there is one, saves at most {choice.gap:.1%}")
     return notes

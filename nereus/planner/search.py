@@ -90,22 +90,21 @@ def search(
     current: limits the search where its layouts still fit; among equally fast placements, the one that moves least from
     it is taken. fixed, excluded: (layout, dp) that a model-stage must, or must not, have; for alternatives to a choice.
 
-    `free` placement falls back to `colocated` only where nothing fits otherwise (one device, two trained models).
+    `free` placement takes `colocated` where that is faster, or all that fits (one device, two trained models): what
+    runs in turn needs a device's memory once, and so more memory or devices never make the answer slower.
     """
     restricted = Restriction(fixed or {}, excluded or {})
     placements = [problem.limits.placement]
     if problem.limits.placement is Placement.FREE:
         placements.append(Placement.COLOCATED)
+    best: Choice | None = None
     for placement in placements:
-        best: Choice | None = None
         for overlapped in (True, False) if problem.may_overlap(placement) else (False,):
             limit_s = best.step_seconds if best else math.inf
             found = optimum(problem, placement, restricted, overlapped=overlapped, current=current, limit_s=limit_s)
             if found is not None:
                 best = _choice(problem, *found, placement, current)
-        if best is not None:
-            return best
-    return refuse(problem.pricing, placements[-1])
+    return best or refuse(problem.pricing, placements[-1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

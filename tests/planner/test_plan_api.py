@@ -300,6 +300,21 @@ def test_a_plan_to_compare_that_cannot_be_meant_is_refused(text, named):
         plan("llama-3.2-1b", "1x2xh100", algorithm="grpo", batch=8, compare=text)
 
 
+def test_more_memory_never_makes_the_answer_slower():
+    steps = [plan("llama-3.2-1b", "1x2xh100", batch=64, memory_gb=gb).price.step_seconds for gb in (28, 30, 40, 80)]
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in zip(steps, steps[1:], strict=False))
+
+
+def test_free_placement_is_never_slower_than_a_stricter_one():
+    for devices, batch in (("1x1xh100", 8), ("1x2xh100", 64), ("1x3xh200", 16)):
+        rules = {
+            rule: plan("llama-3.2-1b", devices, batch=batch, placement=rule)
+            for rule in ("free", "colocated", "disjoint")
+        }
+        steps = {rule: result.price.step_seconds for rule, result in rules.items() if result.feasible}
+        assert steps["free"] <= min(steps.values()) * (1 + 1e-9)
+
+
 def test_what_does_not_fit_in_turn_either_is_not_told_to_run_in_turn():
     refused = plan("llama-3.2-1b", "1x1xh100", batch=1, response=100000).refusal
     assert refused.limit == "memory" and "actor-training" in refused.reason
