@@ -12,6 +12,7 @@ SCIP gets the same problem (PPO of an 8B model, weight synchronization included)
 search. Both must find the same optimum.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -219,6 +220,8 @@ def against_scip(sizes: tuple[int, ...], rows: list[dict[str, Any]]) -> dict[int
     for size in sizes:
         text = f"{size // 8}x8xh200"
         problem = replan(text, 0)
+        at_once = dataclasses.replace(problem.limits, turns_if_faster=False)  # SCIP's program takes no turns
+        problem = dataclasses.replace(problem, limits=at_once)
         choice = search(problem)
         assert isinstance(choice, Choice)
         tables = {m: best_settings(problem.pricing.candidates(m, in_turn=False)) for m in problem.workflow.model_stages}

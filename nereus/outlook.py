@@ -61,7 +61,8 @@ Settings = dict[ModelStage, tuple[int, Recompute]]
 class JobShape:
     """A job as planning sees it. cluster: every device it may ever use.
 
-    limits: `space` has the micro-batch, slots and recomputation that the engine is told.
+    limits: `space` has the micro-batch, slots and recomputation that the engine is told. Processor workers take turns
+    only where nothing else fits: how much they slow each other down is the least certain of all predictions.
     worker_start_s: what a transition to devices that have no worker yet takes besides moving state.
     host_bytes_per_node: host memory for units that a transition stages; None: as `DeviceTable.of` has it.
     """
@@ -100,7 +101,7 @@ class JobShape:
             epochs=config.actor.ppo_epochs,
             max_prompt_tokens=config.data.max_prompt_length,
             max_response_tokens=config.data.max_response_length,
-            limits=Limits(space=space),
+            limits=Limits(space=space, turns_if_faster=config.cluster.device == "cuda"),
             worker_start_s=WORKER_START_S[config.cluster.device],
             host_bytes_per_node=config.cluster.host_bytes_per_node,
         )

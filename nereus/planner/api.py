@@ -392,7 +392,7 @@ def _would_be_slower(problem: PlanningProblem, choice: Choice, m: ModelStage, la
     """Whether no plan with this layout is faster, even if what shares a device could exceed its memory."""
     restriction = Restriction({m: (layout, dp)}, {}, crowding=True)
     limit_s = choice.step_seconds * (1 - 1e-9)
-    found = optimum(problem, choice.placement, restriction, overlapped=choice.overlapped, limit_s=limit_s)
+    found, _ = optimum(problem, choice.placement, restriction, overlapped=choice.overlapped, limit_s=limit_s)
     return found is None
 
 

@@ -42,6 +42,7 @@ class Combiner:
 
     syncs: (source, target) pairs, priced by `sync_price`. overlapped: generation has devices of its own and runs beside
     the other waves. limit_s: only combinations faster than this are of interest.
+    open_s: after `solve`, what no choice left untried undercuts; infinite where there is none that could be faster.
     budget: choices tried before the search settles for the best plan found; None to prove the optimum.
     """
 
@@ -66,7 +67,7 @@ class Combiner:
         self._ends_matter = self.in_turn and len(line.regions) > 2
         self.budget = math.inf if budget is None else budget
         self.num_tried = self._begun = 0
-        self._allowance = self._open_s = math.inf
+        self._allowance = self.open_s = math.inf
         self._narrowed = False
         self._use({m: self._possible(table) for m, table in tables.items()})
 
@@ -112,10 +113,10 @@ class Combiner:
         for allowance in ALLOWANCES:
             self._allowance, self._narrowed = allowance, True
             while self._narrowed and all(map(len, self.tables.values())):
-                self._narrowed, self._open_s = False, math.inf
+                self._narrowed, self.open_s = False, math.inf
                 nothing = np.zeros(self.bounds.num_waves)
                 self._expand(0, Part(nothing, nothing, {}, {}, (), ()))
-            if self._open_s >= self.best_seconds or self.spent:
+            if self.open_s >= self.best_seconds or self.spent:
                 break
         return self.best
 
@@ -127,7 +128,7 @@ class Combiner:
     @property
     def gap(self) -> float:
         """Share by which a faster plan might at most undercut the best found; 0 where it is the optimum."""
-        return max(0.0, 1 - self._open_s / self.best_seconds) if math.isfinite(self.best_seconds) else 0.0
+        return max(0.0, 1 - self.open_s / self.best_seconds) if math.isfinite(self.best_seconds) else 0.0
 
     def _narrow(self) -> None:
         """Start over with the candidates that can still be part of something faster, where that leaves far fewer."""
@@ -167,7 +168,7 @@ class Combiner:
             if depth == 0:
                 self._begun = self.num_tried
             if self.spent or self.num_tried - self._begun >= self._allowance:
-                self._open_s = min(self._open_s, bound)
+                self.open_s = min(self.open_s, bound)
                 break
             if frontier.dominates(row, together):
                 continue

@@ -25,11 +25,14 @@ class Limits:
     """What a plan must respect beside the devices' own memory.
 
     memory_cap_bytes: a device counts as having no more than this. headroom: share of memory left free.
+    turns_if_faster: `free` placement takes turns on shared devices where that is faster, not only where nothing else
+    fits.
     """
 
     memory_cap_bytes: int | None = None
     headroom: float = HEADROOM
     placement: Placement = Placement.FREE
+    turns_if_faster: bool = True
     space: Space = Space()
 
 

@@ -90,21 +90,27 @@ def search(
     current: limits the search where its layouts still fit; among equally fast placements, the one that moves least from
     it is taken. fixed, excluded: (layout, dp) that a model-stage must, or must not, have; for alternatives to a choice.
 
-    `free` placement takes `colocated` where that is faster, or all that fits (one device, two trained models): what
-    runs in turn needs a device's memory once, and so more memory or devices never make the answer slower.
+    `free` placement takes `colocated` where that is faster (see `Limits.turns_if_faster`), or all that fits (one
+    device, two trained models): so more memory never makes the answer slower.
     """
-    restricted = Restriction(fixed or {}, excluded or {})
-    placements = [problem.limits.placement]
-    if problem.limits.placement is Placement.FREE:
+    restricted, limits = Restriction(fixed or {}, excluded or {}), problem.limits
+    placements = [limits.placement]
+    if limits.placement is Placement.FREE:
         placements.append(Placement.COLOCATED)
-    best: Choice | None = None
+    best: tuple[Combination, Placement] | None = None
+    open_s = math.inf
     for placement in placements:
+        if best and not limits.turns_if_faster:
+            break
         for overlapped in (True, False) if problem.may_overlap(placement) else (False,):
-            limit_s = best.step_seconds if best else math.inf
-            found = optimum(problem, placement, restricted, overlapped=overlapped, current=current, limit_s=limit_s)
-            if found is not None:
-                best = _choice(problem, *found, placement, current)
-    return best or refuse(problem.pricing, placements[-1])
+            limit_s = best[0].step_seconds if best else math.inf
+            found, left_s = optimum(
+                problem, placement, restricted, overlapped=overlapped, current=current, limit_s=limit_s
+            )
+            best, open_s = (found, placement) if found else best, min(open_s, left_s)
+    if best is None:
+        return refuse(problem.pricing, placements[-1])
+    return _choice(problem, best[0], max(0.0, 1 - open_s / best[0].step_seconds), best[1], current)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,8 +141,10 @@ def optimum(
     overlapped: bool = False,
     current: Plan | None = None,
     limit_s: float = math.inf,
-) -> tuple[Combination, float] | None:
-    """The fastest combination under one placement rule and the gap left unproven, or None where nothing fits.
+) -> tuple[Combination | None, float]:
+    """(the fastest combination under one placement rule, None where nothing fits; seconds that no other undercuts).
+
+    The seconds are infinite where the combination is proven the fastest, or nothing to be faster than `limit_s`.
 
     overlapped: generation has devices of its own and runs beside the rest of the step.
     current: where its layouts still fit, only faster combinations are looked for. limit_s: so is nothing slower.
@@ -147,18 +155,18 @@ def optimum(
 
     def solve(tables: Mapping[ModelStage, Candidates], limit_s: float) -> tuple[Combination | None, float]:
         combiner = _combiner(problem, tables, rule, limit_s, budget)
-        return combiner.solve(), combiner.gap
+        return combiner.solve(), combiner.open_s
 
     best = solve(sketches.like(current), math.inf)[0] if current and limit_s == math.inf else None
-    limit_s, gap = best.step_seconds if best else limit_s, 0.0
+    limit_s, open_s = best.step_seconds if best else limit_s, math.inf
     hopeful = _Hopeful(sketches, limit_s=limit_s)
     for times in WITHIN if hopeful.bound_s < limit_s else ():
         within_s = limit_s if limit_s < CLOSE * hopeful.bound_s else min(times * hopeful.bound_s, limit_s)
-        found, gap = solve(hopeful.tables(within_s), within_s)
+        found, open_s = solve(hopeful.tables(within_s), within_s)
         best = found or best
         if found is not None or within_s == limit_s:
             break
-    return (best, gap) if best else None
+    return best, open_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -82,8 +82,8 @@ def test_no_plan_of_a_whole_problem_undercuts_the_choice():
         problem = random_problem(seed)
         placement = problem.limits.placement
         best, kept = enumerated(problem, placement)
-        found = optimum(problem, placement)
-        seconds = found[0].step_seconds if found else math.inf
+        found, _ = optimum(problem, placement)
+        seconds = found.step_seconds if found else math.inf
         assert seconds <= best * (1 + 1e-9), seed
         on_kept = Combiner(
             problem.line, kept, syncs=problem.workflow.syncs, sync_price=problem.pricing.sync_price,
