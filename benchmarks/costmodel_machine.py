@@ -10,16 +10,19 @@ import random
 import statistics
 from typing import Any
 
+import numpy as np
 from costmodel_workers import SPEC, Case, Workers
 
 from nereus.cluster import ACCELERATORS, uniform_cluster
 from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, REFERENCE_INFERENCE, Layout, ModelStage, StagePlan
 from nereus.planner.calibration import Calibration
-from nereus.planner.cost import CostModel, Span, TaskCost
+from nereus.planner.cost import ON_DEVICE, CostModel, Span, TaskCost, crowding
 from nereus.planner.memory import FP32, Recompute
+from nereus.planner.operations import Bill
 from nereus.workflow import Kind, Task
 
 SAMPLES = 8
+CORES = 2
 
 STAGES: dict[str, tuple[ModelStage, Task]] = {
     "generation": (ACTOR_GENERATION, Task("generate", ACTOR_GENERATION, Kind.GENERATE)),
@@ -68,12 +71,19 @@ def measure(runs: list[Case], *, repetitions: int) -> dict[Case, list[float]]:
 
 def predicted(case: Case, calibration: Calibration) -> TaskCost:
     """The planner's price of a case."""
-    cluster = uniform_cluster(num_nodes=1, devices_per_node=2, accelerator=ACCELERATORS["cpu"], cores_per_node=2)
+    cluster = uniform_cluster(num_nodes=1, devices_per_node=2, accelerator=ACCELERATORS["cpu"], cores_per_node=CORES)
     model_stage, task = STAGES[case.stage]
     return CostModel(cluster, calibration).stage_seconds(
         model_stage, SPEC, case.plan.layout, dp=case.plan.dp, workload=case.workload, micro_batch=case.micro_batch,
         recompute=Recompute.NONE, precision=FP32, tasks=(task,), accelerator="cpu", span=Span(),
+        active_workers_on_node=len(case.plan.devices),
     ).tasks[task.name]  # fmt: skip
+
+
+def slowed(cost: TaskCost, case: Case) -> Bill:
+    """The work of a case, as much larger as the workers that compute at once slow each other down."""
+    counts = cost.work.counts + cost.bubble.counts
+    return Bill(np.where(ON_DEVICE, counts * crowding(np.array(len(case.plan.devices)), CORES), counts))
 
 
 def compare(seconds: dict[Case, list[float]], *, seed: int = 0, passes: int = 3) -> dict[str, Any]:
@@ -85,7 +95,7 @@ def compare(seconds: dict[Case, list[float]], *, seed: int = 0, passes: int = 3)
         calibration = Calibration(forgetting=1.0)
         for index in sorted(chosen) * passes:
             cost, median = predicted(own[index], calibration), statistics.median(seconds[own[index]])
-            calibration.observe_total([*cost.work, *cost.bubble], median, accelerator="cpu")
+            calibration.observe_total(slowed(cost, own[index]), median, accelerator="cpu")
         errors = []
         for index, case in enumerate(own):
             median = statistics.median(seconds[case])

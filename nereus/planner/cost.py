@@ -23,6 +23,7 @@ from nereus.cluster import Accelerator, Cluster, Link
 from nereus.model import ModelSpec
 from nereus.plan import Layout, ModelStage
 from nereus.planner.calibration import PRIORS, Calibration
+from nereus.planner.candidates import Floats, Ints
 from nereus.planner.memory import Precision, Recompute, state_numel
 from nereus.planner.operations import (
     COLUMN,
@@ -54,6 +55,11 @@ ON_DEVICE = np.array([op in COMPUTE or op in MEMORY or op is Op.LAUNCH for op, _
 
 MAX_SEGMENTS = 16
 """Pieces into which the length distribution of a generation is cut."""
+
+CONTENTION = 0.1
+"""Share by which processor workers on all cores of a node slow each other down: they have cores of their own, but one
+memory, one last cache and one budget of power. Between one worker and all it grows with the busy cores. Set on two
+cores, where 0.1 predicts both one worker and two (LOG.md, 2026-11-30)."""
 
 OPTIMIZER_PASSES = 7
 """Wide tensors that one Adam update reads or writes per parameter: gradient, both moments twice, master twice."""
@@ -194,11 +200,18 @@ class CostModel:
         return float((bill.counts * lines).sum())
 
     def lines(self, accelerator: str, active_workers: int | None) -> Counts:
-        """Seconds per work and per call; computing takes longer where workers share the cores of their node."""
+        """Seconds per work and per call; computing takes longer where processor workers share a node (`crowding`)."""
         lines, cores = self.calibration.lines(accelerator), self.cluster.cores_per_node
-        if not cores or not active_workers or active_workers <= cores:
+        if not cores or not active_workers:
             return lines
-        return np.where(ON_DEVICE, lines * (active_workers / cores), lines)
+        return np.where(ON_DEVICE, lines * crowding(np.array(active_workers), cores), lines)
+
+
+def crowding(workers: Ints, cores: int) -> Floats:
+    """[...]: how many times longer processor workers compute where so many share a node of so many cores."""
+    busy = (np.minimum(workers, cores) - 1) / max(1, cores - 1)
+    times: Floats = np.maximum(1.0, workers / cores) * (1 + CONTENTION * busy)
+    return times
 
 
 def machine_balance(accelerator: Accelerator) -> float:

@@ -17,7 +17,7 @@ from nereus.model import ModelSpec
 from nereus.plan import ModelStage, Role, Stage
 from nereus.planner.bounds import Options
 from nereus.planner.candidates import RECOMPUTES, Candidates, Floats, Ints, packed
-from nereus.planner.cost import ON_DEVICE, CostModel
+from nereus.planner.cost import ON_DEVICE, CostModel, crowding
 from nereus.planner.footprints import footprints, layout_table, smallest_state
 from nereus.planner.memory import Precision, Recompute
 from nereus.planner.operations import COLUMN, Op, Shape
@@ -169,16 +169,16 @@ class Sketch:
         lines = cost.lines(name, None)
         seconds = np.zeros((len(cell), pricing.num_waves))
         waves = pricing.workflow.waves
-        crowding = self._crowding(devices)
+        slowed = self._slowed(devices)
         for task in self.tasks:
             taken = prices.seconds(task.kind, lines, recompute).ravel()[cell]
-            if crowding is not None:
+            if slowed is not None:
                 computing = prices.seconds(task.kind, np.where(ON_DEVICE, lines, 0.0), recompute).ravel()[cell]
-                taken += crowding * computing
+                taken += slowed * computing
             seconds[:, waves[task.name]] += taken
         return seconds
 
-    def _crowding(self, devices: Ints) -> Floats | None:
+    def _slowed(self, devices: Ints) -> Floats | None:
         """[cells]: by how much processor workers slow each other down on a node's cores; None on accelerators.
 
         A model-stage with nothing beside it is slowed by its own workers, others by all that a node has.
@@ -187,7 +187,7 @@ class Sketch:
         if not cores:
             return None
         workers = np.minimum(devices, node) if self._crowded_by_own else np.full(len(devices), node)
-        return np.maximum(1.0, workers / cores) - 1.0
+        return crowding(workers, cores) - 1.0
 
 
 class WeightSync:
