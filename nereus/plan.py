@@ -254,6 +254,17 @@ class Plan:
         """Every device some model-stage uses, ascending."""
         return tuple(sorted({d for _, stage_plan in self.stages for d in stage_plan.devices}))
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether model-stages of one stage share devices, so that they cannot run at once."""
+        seen: dict[Stage, set[int]] = {}
+        for m, stage_plan in self.stages:
+            devices = seen.setdefault(m.stage, set())
+            if not devices.isdisjoint(stage_plan.devices):
+                return True
+            devices.update(stage_plan.devices)
+        return False
+
     def shares_weights(self, model_stage: ModelStage) -> ModelStage | None:
         """The training model-stage whose parameters `model_stage` uses in place (same layout and devices), if any."""
         training = ModelStage(model_stage.role, Stage.TRAINING)

@@ -84,7 +84,7 @@ def price(
     in_turn: whether concurrent model-stages share devices; found from the plan by default.
     """
     check_plan(problem, plan)
-    pricer = _Pricer(problem, plan, _is_in_turn(plan) if in_turn is None else in_turn)
+    pricer = _Pricer(problem, plan, plan.takes_turns if in_turn is None else in_turn)
     given = settings or {}
     held = {m: pricer.idle_bytes(m) for m in plan.model_stages} if given.keys() < set(plan.model_stages) else {}
     stages = {m: pricer.stage(m, held, given.get(m)) for m in plan.model_stages}
@@ -142,17 +142,6 @@ def _check_groups(problem: PlanningProblem, m: ModelStage, stage_plan: StagePlan
             if len(nodes) > 1:
                 group = list(unit[first : first + tp])
                 raise PlanError(f"{m}: the tp group {group} lies on nodes {', '.join(sorted(nodes))}; keep it on one")
-
-
-def _is_in_turn(plan: Plan) -> bool:
-    """Whether model-stages of one stage share devices."""
-    seen: dict[Stage, set[int]] = {}
-    for m, stage_plan in plan.stages:
-        devices = seen.setdefault(m.stage, set())
-        if devices & set(stage_plan.devices):
-            return True
-        devices |= set(stage_plan.devices)
-    return False
 
 
 class _Pricer:

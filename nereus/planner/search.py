@@ -97,6 +97,8 @@ def search(
     placements = [limits.placement]
     if limits.placement is Placement.FREE:
         placements.append(Placement.COLOCATED)
+        if current and current.takes_turns and limits.turns_if_faster:
+            placements.reverse()  # what runs now limits the search best
     best: tuple[Combination, Placement] | None = None
     open_s = math.inf
     for placement in placements:
@@ -109,7 +111,8 @@ def search(
             )
             best, open_s = (found, placement) if found else best, min(open_s, left_s)
     if best is None:
-        return refuse(problem.pricing, placements[-1])
+        in_turn = limits.placement is Placement.FREE
+        return refuse(problem.pricing, Placement.COLOCATED if in_turn else limits.placement)
     return _choice(problem, best[0], max(0.0, 1 - open_s / best[0].step_seconds), best[1], current)
 
 
