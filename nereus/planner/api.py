@@ -309,9 +309,14 @@ def plan_problem(
 ) -> PlanResult:
     """Search a problem, and price what stands beside the choice; arguments as in `plan`."""
     found = search(problem, current=current)
-    compared = price(problem, parse_plan(problem, compare, found)) if compare is not None else None
+    brought = parse_plan(problem, compare, found) if compare is not None else None
+    notes = _notes(problem, found) if isinstance(found, Choice) else []
+    if brought and isinstance(found, Refusal) and set(brought.model_stages) < set(problem.workflow.model_stages):
+        notes.append("the plan to compare leaves model-stages out, and there is no choice to take them from")
+        brought = None
+    compared = price(problem, brought) if brought else None
     if isinstance(found, Refusal):
-        return PlanResult(problem, None, None, found, compared=compared)
+        return PlanResult(problem, None, None, found, compared=compared, notes=tuple(notes))
     return PlanResult(
         problem,
         choice=found,
@@ -320,7 +325,7 @@ def plan_problem(
         alternatives=tuple(runners_up(problem, found)) if alternatives or explain else (),
         excluded=tuple(tempting(problem, found)) if explain else (),
         compared=compared,
-        notes=tuple(_notes(problem, found)),
+        notes=tuple(notes),
     )
 
 

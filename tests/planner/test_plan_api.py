@@ -326,3 +326,9 @@ def test_figures_of_the_table_are_never_cut():
     show(result, console)
     for stage in result.price.stages.values():
         assert f" {stage.cost.seconds:.3f} " in console.file.getvalue()
+
+
+def test_a_refusal_is_not_hidden_by_a_plan_to_compare_that_leaves_model_stages_out():
+    result = plan("qwen2.5-7b", "2x8xa100", memory_gb=10, compare="actor-training=d2t2p4")
+    assert not result.feasible and result.refusal.limit == "memory"
+    assert result.compared is None and "leaves model-stages out" in result.notes[0]
