@@ -125,11 +125,6 @@ class Combiner:
         """Whether a plan was found, here or before, and the budget for proving it the fastest is used up."""
         return self.best_seconds < math.inf and self.num_tried >= self.budget
 
-    @property
-    def gap(self) -> float:
-        """Share by which a faster plan might at most undercut the best found; 0 where it is the optimum."""
-        return max(0.0, 1 - self.open_s / self.best_seconds) if math.isfinite(self.best_seconds) else 0.0
-
     def _narrow(self) -> None:
         """Start over with the candidates that can still be part of something faster, where that leaves far fewer."""
         nothing = np.zeros(self.bounds.num_waves)
@@ -235,14 +230,14 @@ class Combiner:
             left = rows & (self._step(np.maximum(table.seconds, part.floor)) < slack_s)
             if not left.any():
                 return False
-            idle, peak = self._leanest(m, part)
+            idle, peak = self._leanest(m)
             smallest = (int(values[left].min()) for values in (table.num_devices, idle, peak))
             blocks = (*blocks, Block(len(blocks), 1, next(smallest), self.line.anywhere, *smallest))
             members = (*members, (m,))
         together = dataclasses.replace(part, blocks=blocks, members=members)
         return self._placer.place(blocks, self._conflicts(together)) is not None
 
-    def _leanest(self, m: ModelStage, part: Part) -> tuple[Ints, Ints]:
+    def _leanest(self, m: ModelStage) -> tuple[Ints, Ints]:
         """([rows of `m`] each) idle and peak bytes at least: fewer where it may share the parameters of its source."""
         table = self.tables[m]
         idle, peak = table.idle, table.active - table.idle
@@ -253,7 +248,7 @@ class Combiner:
     def _fits_beside(self, part: Part, m: ModelStage, others: int) -> Mask:
         """[rows of `m`]: whether memory suffices on devices that it must share; `others`: idle bytes sure to come."""
         table, room = self.tables[m], self.line.max_capacity
-        idle, peak = self._leanest(m, part)
+        idle, peak = self._leanest(m)
         if self.in_turn:
             held = sum(block.idle for block in part.blocks)
             highest = max(block.peak for block in part.blocks)
@@ -286,10 +281,10 @@ class Combiner:
                 if self.in_turn:
                     seconds = self.tables[pair[1]].seconds
                     added = seconds.sum(axis=1) - seconds.min(axis=0).sum()
+                elif self.overlapped:  # what a wave adds may grow with the others
+                    added = np.zeros(len(self.tables[pair[1]]))
                 else:
                     added = self._lift(pair[1], part, floors[hopeful].max(axis=0))
-                    if self.overlapped:  # what a wave adds may then grow with the others
-                        added = np.zeros_like(added)
                 least_s = float(self._step(floors[hopeful]).min()) + part.sync_seconds
                 added[added >= self.best_seconds - least_s] = math.inf
                 total = total + self.prices.least_from(pair, hopeful, added)
@@ -321,10 +316,11 @@ class Combiner:
             elif (self._tasks[source] & self._tasks[target]).any():
                 continue
             else:
-                added, before = self._lift(target, part, part.floor), self._lift(source, part, part.floor)
+                added = self._lift(target, part, part.floor)
                 added[~possible[target] | (added >= slack_s)] = math.inf
-                before = np.zeros_like(before) if self.overlapped else before
-                before[~possible[source] | (before >= slack_s)] = math.inf
+                alone = self._lift(source, part, part.floor)
+                before = np.zeros_like(alone) if self.overlapped else alone.copy()
+                before[~possible[source] | (alone >= slack_s)] = math.inf
                 least = self.prices.least_of(pair, before, added)
                 taken += self._tasks[source] | self._tasks[target]
             total, largest = total + least, max(largest, least)

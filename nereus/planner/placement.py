@@ -142,13 +142,6 @@ class Line:
                 return begin
         return None
 
-    def in_region(self, start: int, end: int, index: int) -> bool:
-        """Whether a block lies in a region, or in the line where the index is `anywhere`."""
-        region = self._kinds[index]
-        if not region.low < end <= region.high:
-            return False
-        return not region.one_node or self.node_at(start) == self.node_at(end - 1)
-
     def next_span(self, position: int, tp: int, groups: int, region_index: int) -> tuple[int, int] | None:
         """(start, end) of the first such block in the region that starts at or after a position; None without one."""
         key = (position, tp, groups, region_index)
