@@ -115,7 +115,8 @@ class Controller:
             decision_s += time.perf_counter() - begun
             transition_s += self._act(step, ruling)
             if not self._adaptation.paused:
-                return Boundary(transition_s, decision_s, ruling.predicted_step_s)
+                reached = ruling.target is None or self._runtime.plan == ruling.target
+                return Boundary(transition_s, decision_s, ruling.predicted_step_s if reached else None)
             self._clock.sleep(PAUSE_POLL_S)
 
     def _wanted(self, step: int) -> list[Callable[[Plan], Plan]]:
