@@ -41,16 +41,16 @@ from coordination_workers import CappedMovers, LaunchedMovers
 
 from nereus.baselines.independent import IndependentMigration, Outcome, buffer_bytes, local_chain
 from nereus.cluster import ACCELERATORS, uniform_cluster
-from nereus.engines.state import StateKind
 from nereus.errors import NereusError
 from nereus.model import Head, ModelSpec
+from nereus.moving.commands import BufferKey, StageKinds
+from nereus.moving.executor import Execution
 from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, CRITIC_TRAINING, Layout, ModelStage, Plan, StagePlan
-from nereus.transition.cost import DeviceTable, Rates, StageState
+from nereus.shards.moves import Holding
+from nereus.shards.state import StateKind
 from nereus.transition.dag import build_dag
-from nereus.transition.executor import Execution
-from nereus.transition.orders import BufferKey, StageKinds
-from nereus.transition.primitives import Infeasible, Operation, TransitionDag
-from nereus.transition.reshard import Holding
+from nereus.transition.operations import Infeasible, Operation, TransitionDag
+from nereus.transition.price import DeviceTable, Rates, StageState
 
 OVERLAPS = {
     "sm_cs": (ACTOR_GENERATION, ACTOR_TRAINING),
@@ -193,7 +193,7 @@ class Bench:
         begun = time.monotonic()
         movers = LaunchedMovers(self._movers, trial.launch_s)
         try:
-            Execution(trial.dag, movers, states=KINDS, generation=1).run(lambda: None)
+            Execution(trial.dag, movers, states=KINDS, epoch=1).run(lambda: None)
         except NereusError as error:
             print(f"our transition failed: {error}", file=sys.stderr)
             return Outcome(False, False, time.monotonic() - begun)
@@ -204,7 +204,7 @@ class Bench:
         """Each model-stage on its own."""
         self._place(trial)
         found = IndependentMigration(
-            self._movers, trial.current, trial.target, states=KINDS, limit_bytes=trial.limit_bytes, generation=1,
+            self._movers, trial.current, trial.target, states=KINDS, limit_bytes=trial.limit_bytes, epoch=1,
             launch_s=trial.launch_s, timeout_s=TIMEOUT_S,
         ).run()  # fmt: skip
         whole = found.succeeded and self._is_whole(trial)

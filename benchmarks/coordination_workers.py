@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from reshard_workers import BenchWorker, ProcessMovers, holds_values
 
-from nereus.engines.state import Counters
+from nereus.comm.buffers import SharedMemory
 from nereus.errors import NereusError
+from nereus.moving.commands import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt
+from nereus.moving.executor import Movers
+from nereus.moving.resident import Residents
 from nereus.plan import ModelStage, Plan
-from nereus.runtime.buffers import SharedMemory
-from nereus.runtime.resident import Residents
-from nereus.transition.executor import Movers
-from nereus.transition.orders import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt
+from nereus.shards.state import Counters
 
 
 class OutOfMemory(NereusError):
@@ -97,8 +97,8 @@ class LaunchedMovers(Movers):
                 self._launched(key.model_stage)
         self._movers.release(keys)
 
-    def seat(self, generation: int, plan: Plan) -> None:
-        self._movers.seat(generation, plan)
+    def seat(self, epoch: int, plan: Plan) -> None:
+        self._movers.seat(epoch, plan)
 
-    def retire(self, generation: int) -> None:
-        self._movers.retire(generation)
+    def retire(self, epoch: int) -> None:
+        self._movers.retire(epoch)

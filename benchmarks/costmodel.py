@@ -36,7 +36,7 @@ REPETITIONS = 3
 COMMAND = "nereus bench costmodel"
 
 PRIOR_NOTE = (
-    "Priors (efficiency of a class per accelerator generation) are fixed numbers of nereus/planner/calibration.py, "
+    "Priors (efficiency of a class per accelerator generation) are fixed numbers of planner/prices/calibration.py, "
     "taken from kernels measured alone and set by hand with these tables in view; nothing is fitted over sources. "
     "Learning them from the other sources instead (leave one source out) was worse: software stacks differ too much."
 )

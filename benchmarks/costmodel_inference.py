@@ -22,19 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from nereus.cluster import ACCELERATORS, Link
+from nereus.engine_facts import Op
+from nereus.known_models import model_by_name
 from nereus.model import ModelSpec
-from nereus.models import model_by_name
-from nereus.planner.calibration import Calibration
-from nereus.planner.operations import (
-    COLUMN,
-    Bill,
-    Op,
-    Shape,
-    Tokens,
-    decode_step,
-    head_forward,
-    layer_forward,
-)
+from nereus.planner.prices.calibration import Calibration
+from nereus.planner.prices.operations import COLUMN, Bill, Shape, Tokens, decode_step, head_forward, layer_forward
 
 SYSTEMS = {"h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200", "gb200": "gb200"}
 

@@ -14,11 +14,11 @@ import numpy as np
 from costmodel_workers import SPEC, Case, Workers
 
 from nereus.cluster import ACCELERATORS, uniform_cluster
-from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, REFERENCE_INFERENCE, Layout, ModelStage, StagePlan
-from nereus.planner.calibration import Calibration
-from nereus.planner.cost import ON_DEVICE, CostModel, Span, TaskCost, crowding
-from nereus.planner.memory import FP32, Recompute
-from nereus.planner.operations import Bill
+from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, REFERENCE_INFERENCE, Layout, ModelStage, Recompute, StagePlan
+from nereus.planner.prices.calibration import Calibration
+from nereus.planner.prices.cost import ON_DEVICE, CostModel, Span, TaskCost, crowding
+from nereus.planner.prices.memory import FP32
+from nereus.planner.prices.operations import Bill
 from nereus.workflow import Kind, Task
 
 SAMPLES = 8

@@ -10,8 +10,8 @@ from typing import Any
 from costmodel_machine import STAGES
 from costmodel_workers import SPEC, Case, Workers
 
-from nereus.plan import Layout, StagePlan
-from nereus.planner.memory import FP32, Recompute, StageMemory, rank_memory
+from nereus.plan import Layout, Recompute, StagePlan
+from nereus.planner.prices.memory import FP32, StageMemory, rank_memory
 
 LARGE = dataclasses.replace(SPEC, vocab=16384)
 UNEVEN = dataclasses.replace(SPEC, num_layers=5)

@@ -16,8 +16,8 @@ from typing import Any
 
 from costmodel_training import Run, count
 
-from nereus.planner.calibration import Calibration
-from nereus.planner.operations import Bill, Shape
+from nereus.planner.prices.calibration import Calibration
+from nereus.planner.prices.operations import Bill, Shape
 
 Row = dict[str, Any]
 

@@ -13,15 +13,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from nereus.boxes import layer_range
+from nereus.engine_facts import LOGITS_COPIES
 from nereus.model import ModelSpec
-from nereus.plan import Layout
-from nereus.planner.footprints import state_bytes
-from nereus.planner.memory import (
+from nereus.plan import Layout, Recompute
+from nereus.planner.prices.footprints import state_bytes
+from nereus.planner.prices.memory import (
     BF16,
     FP32,
-    LOGITS_COPIES,
-    Recompute,
     backward_bytes_per_token,
     layer_bytes_per_token,
     logits_bytes,
@@ -29,7 +27,8 @@ from nereus.planner.memory import (
     state_numel,
     vocabulary_matrix_bytes,
 )
-from nereus.planner.operations import Shape
+from nereus.planner.prices.operations import Shape
+from nereus.shards.boxes import layer_range
 
 Row = dict[str, Any]
 GIB, GB = 2**30, 10**9

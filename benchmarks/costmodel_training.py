@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from nereus.cluster import ACCELERATORS, Link
-from nereus.planner.calibration import Calibration
-from nereus.planner.operations import (
+from nereus.engine_facts import Op
+from nereus.planner.prices.calibration import Calibration
+from nereus.planner.prices.operations import (
     COLUMN,
     Bill,
-    Op,
     Shape,
     Tokens,
     add_collective,

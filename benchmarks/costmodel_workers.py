@@ -18,8 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from nereus.model import ModelSpec
-from nereus.plan import ACTOR_TRAINING, StagePlan
-from nereus.planner.memory import Recompute
+from nereus.plan import ACTOR_TRAINING, Recompute, StagePlan
 from nereus.planner.workload import Lengths, Workload
 
 SPEC = ModelSpec(
@@ -67,7 +66,7 @@ class Workers:
         self._processes: list[Any] = []
 
     def __enter__(self) -> Self:
-        from nereus.runtime.store import serve_store
+        from nereus.comm.store import serve_store
 
         self._server = serve_store()
         context = multiprocessing.get_context("spawn")
@@ -116,7 +115,7 @@ def _serve(device: int, core: int, host: str, port: int, pipe: Connection) -> No
     """One worker: joins the groups of a case, then runs cases of the same place as it is told."""
     import torch
 
-    from nereus.runtime.store import connect_store
+    from nereus.comm.store import connect_store
 
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
@@ -130,8 +129,8 @@ def _serve(device: int, core: int, host: str, port: int, pipe: Connection) -> No
             if rank is not None:
                 rank.groups.close()
             rank = None  # its memory goes before the next one's comes
-            case, generation = arguments
-            rank = EngineRank(case, device, store, generation=generation)
+            case, epoch = arguments
+            rank = EngineRank(case, device, store, epoch=epoch)
             pipe.send(rank.held_bytes)
         else:
             assert rank is not None
@@ -141,27 +140,27 @@ def _serve(device: int, core: int, host: str, port: int, pipe: Connection) -> No
 class EngineRank:
     """One rank of a case: its state, engines and groups. A case of one rank needs no store."""
 
-    def __init__(self, case: Case, device: int, store: Any, *, generation: int) -> None:
+    def __init__(self, case: Case, device: int, store: Any, *, epoch: int) -> None:
         import torch
 
+        from nereus.comm.buffers import SharedMemory
         from nereus.engines.meter import Meter
-        from nereus.engines.state import UnitState, state_dtypes
         from nereus.engines.train import AdamW, Trainer
-        from nereus.runtime.buffers import SharedMemory
         from nereus.runtime.ranks import join_groups, rank_group_specs
+        from nereus.shards.state import RankState, state_dtypes
 
         plan, trains = case.plan, case.stage == "training"
         position = plan.position(device)
         assert position is not None
         self.unit, rank = position
         self.dp = plan.dp
-        specs = rank_group_specs(case.spec, ACTOR_TRAINING, plan, device, generation=generation)
+        specs = rank_group_specs(case.spec, ACTOR_TRAINING, plan, device, epoch=epoch)
         self.groups = join_groups(
             specs, store, device, timeout=timedelta(seconds=TIMEOUT_S), backend="gloo", trains=True, meter=Meter(),
             nodes=dict.fromkeys(plan.devices, "node0"),
         )  # fmt: skip
         memory, dtypes = SharedMemory(), state_dtypes(torch.float32, trains=trains)
-        self.state = UnitState.allocate(case.spec, plan.layout, rank, dtypes=dtypes, allocator=memory)
+        self.state = RankState.allocate(case.spec, plan.layout, rank, dtypes=dtypes, allocator=memory)
         for flat in self.state.flats.values():
             flat.uniform_(0.001, 0.02)
         self.trainer: Trainer | None = None
@@ -197,8 +196,8 @@ class EngineRank:
 
     def _score(self, case: Case) -> Callable[[], Any]:
         from nereus.algorithms.types import OutputKind
+        from nereus.engines.infer import score
         from nereus.engines.pipeline import Pipeline
-        from nereus.engines.score import score
         from nereus.engines.transformer import StageModel
 
         model = StageModel(self.state, tp=self.groups.tp)
@@ -248,7 +247,7 @@ def random_batch(lengths: tuple[int, ...], *, prompt: int = PROMPT, vocab: int =
 
 def heap_peak(work: Callable[[], Any]) -> int:
     """Most bytes the heap held beyond its start while `work` ran; another thread reads the counters."""
-    from nereus.engines.memory import heap_bytes
+    from nereus.engines.gauge import heap_bytes
 
     start, peak, ended = heap_bytes(), 0, threading.Event()
 

@@ -48,12 +48,12 @@ from nereus.plan import (
     StagePlan,
 )
 from nereus.transition.assignment import assign
-from nereus.transition.cost import DeviceTable, Rates, StageState, lacking_elements
 from nereus.transition.dag import build_dag
 from nereus.transition.diff import Held, diff
-from nereus.transition.primitives import Infeasible, TransitionDag
+from nereus.transition.operations import Infeasible, TransitionDag
+from nereus.transition.price import DeviceTable, Rates, StageState, lacking_elements
+from nereus.transition.schedule import transition_seconds
 from nereus.transition.shadow import bytes_in_use
-from nereus.transition.timeline import transition_seconds
 
 Row = dict[str, Any]
 

@@ -14,9 +14,9 @@ from typing import Any
 import pyscipopt
 
 from nereus.plan import ModelStage
-from nereus.transition.cost import DeviceTable, StageState
 from nereus.transition.diff import Held
-from nereus.transition.primitives import EdgeKind, Mode, Operation, Primitive, TransitionDag
+from nereus.transition.operations import EdgeKind, Mode, Operation, Primitive, TransitionDag
+from nereus.transition.price import DeviceTable, StageState
 from nereus.transition.shadow import bytes_in_use
 
 

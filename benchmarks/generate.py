@@ -27,14 +27,14 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from nereus.boxes import Box
+from nereus.comm.groups import Group, build_group, connect_store, serve_store
 from nereus.engines.generate import Generator, Request
 from nereus.engines.sampling import SamplingParams
-from nereus.engines.state import StateKind, UnitState, zeros_on
 from nereus.engines.transformer import StageModel
 from nereus.model import ModelSpec
 from nereus.plan import Layout
-from nereus.runtime.groups import Group, build_group, connect_store, serve_store
+from nereus.shards.boxes import Box
+from nereus.shards.state import RankState, StateKind, zeros_on
 
 COMMAND = "nereus bench generate"
 BATCH, NEW_TOKENS, PROMPT_TOKENS, SEED = 32, 128, 9, 0
@@ -167,7 +167,7 @@ def _stage_model(twin: transformers.LlamaForCausalLM, layout: Layout, rank: int,
     """The same weights as a rank of a unit holds them."""
     spec = ModelSpec.from_config({**twin.config.to_dict(), "architectures": ["LlamaForCausalLM"]})
     dtypes = {StateKind.PARAM: torch.float32}
-    state = UnitState.allocate(spec, layout, rank, dtypes=dtypes, allocator=zeros_on(torch.device("cpu")))
+    state = RankState.allocate(spec, layout, rank, dtypes=dtypes, allocator=zeros_on(torch.device("cpu")))
     weights = twin.state_dict()
     for shard in state.shards:
         state.view(shard.param.name).copy_(weights[shard.param.name][shard.box.within(Box.whole(shard.param.shape))])

@@ -30,21 +30,21 @@ from rich.console import Console
 from rich.table import Table
 
 from nereus.cluster import parse_cluster
+from nereus.engine_facts import Op
 from nereus.plan import ModelStage
 from nereus.planner.api import problem_for
-from nereus.planner.candidates import Candidates, best_settings
-from nereus.planner.combination import Placement
-from nereus.planner.combine import Combiner
 from nereus.planner.evaluate import price
-from nereus.planner.operations import Op
+from nereus.planner.placement import Placement
 from nereus.planner.problem import PlanningProblem
-from nereus.planner.search import Choice, search
+from nereus.planner.search.branch_and_bound import Combiner
+from nereus.planner.search.optimum import Choice, search
+from nereus.planner.space.candidates import Candidates, best_settings
 from nereus.planner.workload import Lengths
 
 if TYPE_CHECKING:
     import planner_scip
 
-TESTS = Path(__file__).resolve().parent.parent / "tests" / "planner"
+TESTS = Path(__file__).resolve().parent.parent / "tests" / "rig"
 CLUSTERS = {32: "4x8xh200", 1024: "128x8xh200", 16384: "2048x8xh200"}
 SCIP_LIMIT_S = 600.0
 SCIP_SIZES = (8, 16)

@@ -28,10 +28,10 @@ import pyscipopt
 from pyscipopt import quicksum
 
 from nereus.plan import ModelStage, Plan
-from nereus.planner.candidates import Candidate, Candidates, Floats, Ints
-from nereus.planner.placement import Line
-from nereus.planner.search import stage_plan
-from nereus.planner.syncs import Pair, SyncPrice
+from nereus.planner.prices.syncs import Pair, SyncPrice
+from nereus.planner.search.optimum import stage_plan
+from nereus.planner.space.candidates import Candidate, Candidates, Floats, Ints
+from nereus.planner.space.line import Line
 
 Mask = npt.NDArray[np.bool_]
 Tables = Mapping[ModelStage, Candidates]

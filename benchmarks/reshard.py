@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from reshard_dcp import CheckpointInPlace, checkpoint_and_restart
 from reshard_workers import ProcessMovers, shard_requests
 
-from nereus.engines.state import Counters, StateKind
 from nereus.model import Head, ModelSpec
+from nereus.moving.commands import BUCKET_BYTES, BufferKey, DeviceOrder, Export, MoveOrder, StageKinds
+from nereus.moving.transport import WINDOW
 from nereus.plan import ACTOR_TRAINING, CRITIC_TRAINING, ModelStage, StagePlan, parse_stage_plan
-from nereus.runtime.transport import WINDOW
-from nereus.transition.orders import BUCKET_BYTES, BufferKey, DeviceOrder, Export, MoveOrder, StageKinds
-from nereus.transition.reshard import Holding, lower_bound_numel
+from nereus.shards.moves import Holding, lower_bound_numel
+from nereus.shards.state import Counters, StateKind
 
 CASES = {
     "dp 1 -> 2": ("d1t1p1@0", "d2t1p1@0-1"),
@@ -100,7 +100,7 @@ class CaseRun:
         source, target, node_of = Holding.of(self.source), Holding.of(self.target), str if across else None
         return [
             MoveOrder.plan(
-                f"g0/{self.name}/{stage}/{across}", state, stage, source, stage, target,
+                f"e0/{self.name}/{stage}/{across}", state, stage, source, stage, target,
                 node_of=node_of, keeps_group=across,
             )
             for stage, state in self.states.items()

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from nereus.boxes import shards
+from nereus.moving.commands import StageKinds
 from nereus.plan import ModelStage, StagePlan
-from nereus.transition.orders import StageKinds
+from nereus.shards.boxes import shards
 
 States = dict[ModelStage, StageKinds]
 

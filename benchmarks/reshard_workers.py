@@ -15,25 +15,25 @@ from typing import Any
 
 import torch
 
-from nereus.boxes import Box, shard_table, shards
-from nereus.engines.state import Counters, StateKind, UnitState
+from nereus.comm.groups import GroupSpec
+from nereus.comm.store import connect_store, serve_store
 from nereus.errors import NereusError, WorkerError
 from nereus.model import Param
+from nereus.moving.commands import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt, StageKinds
+from nereus.moving.executor import Movers
+from nereus.moving.resident import Residents
 from nereus.plan import Layout, ModelStage, Plan
-from nereus.runtime.groups import GroupSpec
-from nereus.runtime.resident import Residents
-from nereus.runtime.store import connect_store, serve_store
-from nereus.transition.executor import Movers
-from nereus.transition.orders import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt, StageKinds
-from nereus.transition.reshard import Holding
+from nereus.shards.boxes import Box, shard_table, shards
+from nereus.shards.moves import Holding
+from nereus.shards.state import Counters, RankState, StateKind
 
 TIMEOUT = timedelta(seconds=120)
 PRELOADED = [
     "torch",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
-    "nereus.runtime.resident",
-    "nereus.transition.executor",
+    "nereus.moving.resident",
+    "nereus.moving.executor",
 ]
 """Imported once by the process that the others are forked from."""
 
@@ -57,7 +57,7 @@ def values(param: Param, box: Box, dtype: torch.dtype) -> torch.Tensor:
     return place.to(dtype).reshape(box.shape)
 
 
-def fill(state: UnitState) -> None:
+def fill(state: RankState) -> None:
     """Write the known contents of every kind of state."""
     for shard in state.shards:
         known = values(shard.param, shard.box, torch.float32)
@@ -65,7 +65,7 @@ def fill(state: UnitState) -> None:
             state.view(shard.param.name, kind).copy_(known)
 
 
-def holds_values(state: UnitState) -> bool:
+def holds_values(state: RankState) -> bool:
     for shard in state.shards:
         known = values(shard.param, shard.box, torch.float32)
         for kind, flat in state.flats.items():
@@ -108,8 +108,8 @@ class BenchWorker:
         self._scratch: dict[str, torch.Tensor] = {}
         self._server: socket.socket | None = None
 
-    def allocate(self, generation: int, stage: ModelStage, state: StageKinds, layout: Layout, rank: int) -> None:
-        unit = self.residents.allocate(generation, stage, state.spec, layout, rank, dict(state.kinds))
+    def allocate(self, epoch: int, stage: ModelStage, state: StageKinds, layout: Layout, rank: int) -> None:
+        unit = self.residents.allocate(epoch, stage, state.spec, layout, rank, dict(state.kinds))
         unit.counters = Counters(1, 1)
         fill(unit)
 
@@ -132,11 +132,11 @@ class BenchWorker:
     def release(self, keys: tuple[BufferKey, ...]) -> None:
         self.residents.release(keys)
 
-    def adopt(self, generation: int, plan: Plan) -> None:
-        self.residents.adopt(generation, plan)
+    def adopt(self, epoch: int, plan: Plan) -> None:
+        self.residents.adopt(epoch, plan)
 
-    def free(self, generation: int) -> None:
-        self.residents.free(generation)
+    def free(self, epoch: int) -> None:
+        self.residents.free(epoch)
 
     def holds_values(self, key: BufferKey) -> bool:
         return holds_values(self.residents.buffer(key))
@@ -171,10 +171,10 @@ class BenchWorker:
         group.close()
         return seconds
 
-    def serve_shards(self, generation: int) -> int:
+    def serve_shards(self, epoch: int) -> int:
         """Start to answer ranges of this device's tensors; returns the port."""
         self._server = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=self._serve, args=(self._server, generation), daemon=True).start()
+        threading.Thread(target=self._serve, args=(self._server, epoch), daemon=True).start()
         return int(self._server.getsockname()[1])
 
     def stop_serving(self) -> None:
@@ -198,18 +198,18 @@ class BenchWorker:
             connection.close()
         return seconds
 
-    def _serve(self, server: socket.socket, generation: int) -> None:
+    def _serve(self, server: socket.socket, epoch: int) -> None:
         while True:
             try:
                 connection, _ = server.accept()
             except OSError:
                 return
-            threading.Thread(target=self._answer, args=(connection, generation), daemon=True).start()
+            threading.Thread(target=self._answer, args=(connection, epoch), daemon=True).start()
 
-    def _answer(self, connection: socket.socket, generation: int) -> None:
+    def _answer(self, connection: socket.socket, epoch: int) -> None:
         with connection:
             while (request := _read_request(connection)) is not None:
-                state = self.residents.state(generation, request.stage)
+                state = self.residents.state(epoch, request.stage)
                 part = state.view(request.name, request.kind)[request.box.within(state.shard(request.name).box)]
                 connection.sendall(part.contiguous().view(torch.uint8).numpy().data)
 
@@ -347,11 +347,11 @@ class ProcessMovers(Movers):
     def release(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
         self.each("release", {d: (of_device,) for d, of_device in keys.items()})
 
-    def seat(self, generation: int, plan: Plan) -> None:
-        self.each("adopt", dict.fromkeys(plan.devices, (generation, plan)))
+    def seat(self, epoch: int, plan: Plan) -> None:
+        self.each("adopt", dict.fromkeys(plan.devices, (epoch, plan)))
 
-    def retire(self, generation: int) -> None:
-        self.each("free", {d: (generation,) for d in self.pipes if self.processes[d].is_alive()})
+    def retire(self, epoch: int) -> None:
+        self.each("free", {d: (epoch,) for d in self.pipes if self.processes[d].is_alive()})
 
     def close(self) -> None:
         for pipe in self.pipes.values():

@@ -12,8 +12,8 @@ import nereus.plan  # noqa: F401  the function below takes the module's place as
 
 if TYPE_CHECKING:
     from nereus.cluster import Cluster
+    from nereus.launch.training import TrainResult
     from nereus.planner.api import PlanResult
-    from nereus.training import TrainResult
 
 __all__ = ["plan", "train"]
 __version__ = "0.1.0"
@@ -26,9 +26,9 @@ def train(recipe: str | Path, overrides: Sequence[str] = ()) -> "TrainResult":
     """
     from rich.console import Console
 
-    from nereus.config import load_config
+    from nereus.launch.training import run_training
+    from nereus.recipe.config import load_config
     from nereus.reports.view import Lines
-    from nereus.training import run_training
 
     return run_training(load_config(Path(recipe), list(overrides)), Lines(Console()))
 
@@ -39,7 +39,7 @@ def plan(model: str, cluster: "str | Cluster", **options: Any) -> "PlanResult":
     model: HF folder, config.json or built-in name; cluster: `8x8xh200`, a YAML file, `local` (what this machine has),
     `ray` (the running Ray cluster), `ray:HOST:PORT` or `ray://HOST:PORT`.
     """
-    from nereus.discovery import find_cluster
+    from nereus.launch.discovery import find_cluster
     from nereus.planner.api import plan as find_plan
 
     return find_plan(model, find_cluster(cluster) if isinstance(cluster, str) else cluster, **options)

@@ -1,6 +1,6 @@
 """Devices, nodes and links: what a plan is placed on. Values only.
 
-A cluster is written `8x8xh200` (nodes x devices x type), given as YAML, or found (`nereus.discovery`).
+A cluster is written `8x8xh200` (nodes x devices x type), given as YAML, or found (`nereus.launch.discovery`).
 """
 
 import dataclasses

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from nereus.adaptation import Adaptation
-from nereus.control import Requests
-from nereus.decisions import Action, Ruling
+from nereus.decide.adaptation import Adaptation
+from nereus.decide.decider import Action, Ruling
 from nereus.errors import ClusterError, PlanError, TransitionAborted
 from nereus.plan import Plan
+from nereus.reports.control import Requests
 from nereus.reports.events import Evaluation, Event, StepEnd, TransitionEnd, TransitionFailed
-from nereus.runtime.base import Runtime, TransitionReport
+from nereus.runtime.seam import Runtime
+from nereus.transition.operations import TransitionReport
 
 PAUSE_POLL_S = 0.25
 """How often a paused run looks at its supply."""

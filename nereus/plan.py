@@ -1,8 +1,8 @@
 """Layouts, model-stages and plans: who computes what, on which devices. Values only.
 
-A plan is written the same way everywhere: `actor-training: d2t2p1@0-3` in YAML,
-`actor-training=d2t2p1@0-3` on a command line, `stages` in JSON. Devices are listed unit after unit,
-then pipeline stage after pipeline stage, tensor-parallel rank fastest.
+A plan is written the same way everywhere: `actor-training: d2t2p1@0-3/mb=4/recompute=full` in YAML,
+`actor-training=d2t2p1@0-3/mb=4` on a command line, `stages` in JSON. Devices are listed unit after unit,
+then pipeline stage after pipeline stage, tensor-parallel rank fastest. What is not written is left to the planner.
 """
 
 import dataclasses
@@ -98,12 +98,34 @@ class Layout:
         return f"t{self.tp}p{self.pp}"
 
 
+class Recompute(enum.StrEnum):
+    """What the backward pass computes again instead of keeping: nothing, what is cheap to make, whole layers.
+
+    Attention scores are never kept. Selective: the outputs of norms, the activated gate and its product with up.
+    """
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Layout of a model-stage and the devices of each of its units, rank by rank."""
+    """Layout of a model-stage, the devices of each of its units rank by rank, and how its engine runs there.
+
+    micro_batch: samples of one unit computed at a time (inference, training).
+    recompute: what its updates compute again (training).
+    max_num_seqs: sequences one unit decodes at a time; cache_bytes: what each rank may fill with keys and values
+    (generation). A setting that is None is not said; the planner says them all, and a unit whose plan leaves one out
+    runs with the engine's own (`engine_facts.DEFAULTS`).
+    """
 
     layout: Layout
     units: tuple[tuple[int, ...], ...]
+    micro_batch: int | None = None
+    recompute: Recompute | None = None
+    max_num_seqs: int | None = None
+    cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.units:
@@ -113,6 +135,25 @@ class StagePlan:
                 raise PlanError(f"a unit of {self.layout} needs {self.layout.num_ranks} devices, got {list(unit)}")
         if len(set(self.devices)) != len(self.devices):
             raise PlanError(f"devices {list(self.devices)} of one model-stage repeat a device")
+        for name in ("micro_batch", "max_num_seqs", "cache_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name} {value}: it must be at least 1")
+
+    @property
+    def placed(self) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
+        """Layout and units: what decides who holds which state, whatever the settings."""
+        return self.layout, self.units
+
+    @property
+    def settings(self) -> dict[str, int | Recompute]:
+        """The settings that are said, by name."""
+        named = {name: getattr(self, name) for name in SETTINGS}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def with_settings(self, **settings: int | Recompute | None) -> "StagePlan":
+        """The same units with other settings."""
+        return dataclasses.replace(self, **settings)  # type: ignore[arg-type]
 
     @property
     def dp(self) -> int:
@@ -135,7 +176,7 @@ class StagePlan:
         return f"d{self.dp}{self.layout}"
 
     def __str__(self) -> str:
-        return f"{self.shape}@{format_devices(self.devices)}"
+        return "/".join([f"{self.shape}@{format_devices(self.devices)}", *_written(self.settings)])
 
     @classmethod
     def of(cls, layout: Layout, devices: Iterable[int]) -> "StagePlan":
@@ -144,6 +185,55 @@ class StagePlan:
         if not flat or len(flat) % size:
             raise PlanError(f"{len(flat)} devices do not divide into units of {layout} ({size} devices each)")
         return cls(layout, tuple(flat[i : i + size] for i in range(0, len(flat), size)))
+
+
+SETTINGS = {"micro_batch": "mb", "recompute": "recompute", "max_num_seqs": "seqs", "cache_bytes": "cache"}
+"""Settings of a model-stage, and how each is written after its devices."""
+
+_BYTES = {"GB": 10**9, "MB": 10**6, "kB": 10**3, "B": 1}
+
+
+def _written(settings: Mapping[str, int | Recompute]) -> list[str]:
+    """`mb=4`, `cache=8.5GB`: settings as a plan writes them."""
+    return [
+        f"{SETTINGS[name]}={_format_bytes(value) if name == 'cache_bytes' else value}"  # type: ignore[arg-type]
+        for name, value in settings.items()
+    ]
+
+
+def _format_bytes(count: int) -> str:
+    """In the largest unit that needs at most three decimals, so that it is read back exactly."""
+    for unit, size in _BYTES.items():
+        if count >= size and count % max(1, size // 1000) == 0:
+            return f"{count / size:.3f}".rstrip("0").rstrip(".") + unit
+    return f"{count}B"
+
+
+def _parse_settings(text: str, parts: Iterable[str]) -> dict[str, Any]:
+    """Settings by name of `["mb=4", "recompute=full"]`."""
+    names, found = {short: name for name, short in SETTINGS.items()}, dict[str, Any]()
+    for part in parts:
+        short, _, value = part.partition("=")
+        name = names.get(short.strip())
+        if name is None or name in found:
+            raise PlanError(f"{text!r}: {part!r} is no setting of its own; there are {', '.join(SETTINGS.values())}")
+        found[name] = _parse_setting(text, name, value.strip())
+    return found
+
+
+def _parse_setting(text: str, name: str, value: str) -> int | Recompute:
+    if name == "recompute":
+        if value not in list(Recompute):
+            raise PlanError(f"{text!r}: recompute={value}; write one of {', '.join(Recompute)}")
+        return Recompute(value)
+    if name == "cache_bytes":
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(GB|MB|kB|B)", value)
+        if match:
+            return round(float(match[1]) * _BYTES[match[2]])
+        raise PlanError(f"{text!r}: cache={value}; write bytes such as 8.5GB")
+    if not value.isdecimal() or int(value) < 1:
+        raise PlanError(f"{text!r}: {SETTINGS[name]}={value}; write a number from 1")
+    return int(value)
 
 
 MAX_DEVICES = 1 << 20
@@ -197,8 +287,9 @@ def format_devices(devices: Iterable[int]) -> str:
 
 
 def parse_stage_plan(text: str, *, default_devices: Iterable[int] | None = None) -> StagePlan:
-    """A StagePlan of `d2t2p1@0-3`; without `@` the first of `default_devices` are taken."""
-    shape, _, devices_text = text.partition("@")
+    """A StagePlan of `d2t2p1@0-3/mb=4`; without `@` the first of `default_devices` are taken."""
+    place, *settings = text.split("/")
+    shape, _, devices_text = place.partition("@")
     dp, layout = parse_shape(shape)
     needed = dp * layout.num_ranks
     if devices_text:
@@ -210,7 +301,7 @@ def parse_stage_plan(text: str, *, default_devices: Iterable[int] | None = None)
         if len(available) < needed:
             raise PlanError(f"{text!r} needs {needed} devices; {len(available)} are available")
         devices = available[:needed]
-    return StagePlan.of(layout, devices)
+    return StagePlan.of(layout, devices).with_settings(**_parse_settings(text, settings))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -255,6 +346,11 @@ class Plan:
         return tuple(sorted({d for _, stage_plan in self.stages for d in stage_plan.devices}))
 
     @property
+    def placed(self) -> "Plan":
+        """The plan without settings: who holds which state."""
+        return Plan(tuple((m, StagePlan(*stage_plan.placed)) for m, stage_plan in self.stages))
+
+    @property
     def takes_turns(self) -> bool:
         """Whether model-stages of one stage share devices, so that they cannot run at once."""
         seen: dict[Stage, set[int]] = {}
@@ -270,7 +366,7 @@ class Plan:
         training = ModelStage(model_stage.role, Stage.TRAINING)
         if model_stage == training or training not in self or model_stage not in self:
             return None
-        return training if self[training] == self[model_stage] else None
+        return training if self[training].placed == self[model_stage].placed else None
 
     def holder(self, model_stage: ModelStage) -> ModelStage:
         """The model-stage whose units hold the parameters that `model_stage` computes with."""
@@ -288,6 +384,7 @@ class Plan:
                 "tp": stage_plan.layout.tp,
                 "pp": stage_plan.layout.pp,
                 "devices": [list(unit) for unit in stage_plan.units],
+                **stage_plan.settings,
             }
             for key, stage_plan in self.stages
         ]
@@ -297,7 +394,10 @@ class Plan:
         return cls.of(
             {
                 ModelStage.parse(row["model_stage"]): StagePlan(
-                    Layout(tp=row["tp"], pp=row["pp"]), tuple(tuple(unit) for unit in row["devices"])
+                    Layout(tp=row["tp"], pp=row["pp"]),
+                    tuple(tuple(unit) for unit in row["devices"]),
+                    **{name: row[name] for name in SETTINGS if row.get(name) is not None and name != "recompute"},
+                    recompute=Recompute(row["recompute"]) if row.get("recompute") else None,
                 )
                 for row in stages
             }

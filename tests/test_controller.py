@@ -5,18 +5,19 @@ import json
 import pytest
 from table_outlook import TableOutlook, lengths, plan_on, report
 
-from nereus.adaptation import Adaptation
 from nereus.cluster import ACCELERATORS, uniform_cluster
-from nereus.control import Requests, write_whole
 from nereus.controller import Clock, Controller, Course
-from nereus.decisions import Decider, Policy
+from nereus.decide.adaptation import Adaptation
+from nereus.decide.decider import Decider, Policy
+from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
 from nereus.errors import TransitionAborted
-from nereus.monitor.supply import NoticedSupply, StaticSupply, TraceSupply
-from nereus.monitor.traces import trace_of_counts
 from nereus.plan import Plan
-from nereus.replay import recorded_decisions, replay, ruled_decisions
+from nereus.reports.control import Requests, write_whole
 from nereus.reports.events import Decision, Start, StepEnd, TransitionEnd, TransitionFailed
-from nereus.runtime.base import Runtime, TransitionReport
+from nereus.runtime.seam import Runtime
+from nereus.supply.supply import NoticedSupply, StaticSupply, TraceSupply
+from nereus.supply.traces import trace_of_counts
+from nereus.transition.operations import TransitionReport
 
 PLAN = plan_on(0, 1, 2, 3)
 

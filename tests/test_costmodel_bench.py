@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nereus.comm.groups import Group
+from nereus.engine_facts import SAMPLING_COPIES
 from nereus.engines.sampling import Sampler, SamplingParams
-from nereus.plan import Layout, StagePlan
-from nereus.planner.memory import SAMPLING_COPIES, Recompute
-from nereus.runtime.groups import Group
+from nereus.plan import Layout, Recompute, StagePlan
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -58,7 +58,7 @@ def test_dense_runs_of_one_source_are_predicted_within_the_goal(training):
 
 def test_a_run_counts_the_same_products_however_it_is_cut(training):
     from nereus.cluster import Link
-    from nereus.planner.operations import Op, Shape
+    from nereus.planner.prices.operations import Op, Shape
 
     shape = Shape(layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=0)
 
@@ -88,7 +88,7 @@ def test_an_update_holds_what_the_memory_model_says(benchmark, recompute):
     workers, memory = benchmark("costmodel_workers"), benchmark("costmodel_memory")
     spec = dataclasses.replace(workers.SPEC, num_layers=2)
     case = workers.Case("training", StagePlan.of(Layout(), (0,)), (300, 300), 2, spec, recompute)
-    rank = workers.EngineRank(case, 0, None, generation=0)
+    rank = workers.EngineRank(case, 0, None, epoch=0)
     rank.peak(case)  # what is allocated once
     row = memory.compared(case, {0: rank.held_bytes}, {0: max(rank.peak(case) for _ in range(4))})
     assert row["state_bytes"] == row["predicted_state_bytes"]
@@ -125,7 +125,7 @@ def test_published_memory_is_predicted_from_stated_settings(benchmark):
 
 
 def test_a_megatron_layer_keeps_what_its_paper_counts(benchmark):
-    from nereus.planner.operations import Shape
+    from nereus.planner.prices.operations import Shape
 
     published = benchmark("costmodel_published_memory")
     h, a, s = 6144, 64, 2048

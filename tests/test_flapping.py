@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from jobs import MAX_RESPONSE, SPEC, Rollouts, make_runtime, make_setup, numbers
 
-from nereus.adaptation import Adaptation
-from nereus.config import parse_config
-from nereus.control import Requests
 from nereus.controller import Clock, Controller, Course
+from nereus.decide.adaptation import Adaptation
+from nereus.decide.outlook import JobShape, ModelOutlook, decider_of, recorded_decider
+from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
 from nereus.model import Head
-from nereus.monitor.supply import TraceSupply
-from nereus.monitor.traces import trace_of_counts
-from nereus.outlook import JobShape, ModelOutlook, decider_of, recorded_decider
 from nereus.plan import Plan, Role
-from nereus.planner.calibration import Calibration
-from nereus.replay import read_events, recorded_decisions, replay, ruled_decisions
-from nereus.reports.events import Decision, Event, RunFolder, Start, StepEnd, SupplyChange, TransitionEnd
+from nereus.planner.prices.calibration import Calibration
+from nereus.recipe.config import parse_config
+from nereus.reports.control import Requests
+from nereus.reports.events import Decision, Event, RunFolder, Start, StepEnd, SupplyChange, TransitionEnd, read_events
 from nereus.runtime.live import JobSetup
 from nereus.runtime.thread_pool import ThreadPool
+from nereus.supply.supply import TraceSupply
+from nereus.supply.traces import trace_of_counts
 
 NUM_DEVICES = 6
 PLAN = Plan.parse(

@@ -18,28 +18,17 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-VALUES = ("errors", "plan", "model", "boxes", "cluster", "workflow", "config", "recipe", "models")
-"""The bottom: values and their checks."""
-MAY_IMPORT = {
-    **dict.fromkeys(VALUES, VALUES),
-    "monitor": (*VALUES, "monitor", "planner"),
-    "planner": (*VALUES, "monitor", "planner"),
-    "admission": (*VALUES, "monitor", "planner", "transition", "admission"),
-}
-"""Of each layer, which parts of the package it may import; parts that are not listed may import any below them."""
-TO_RUNTIME = {
-    "nereus.monitor.signals": ("nereus.runtime.base",),
-    "nereus.transition.executor": ("nereus.runtime.base",),
-    "nereus.transition.orders": ("nereus.runtime.buffers", "nereus.runtime.groups"),
-}
-"""Where lower layers touch the runtime: the seam with its reports, and the handles and groups that orders name."""
-PURE = (
-    "nereus.planner",
-    "nereus.admission",
-    "nereus.monitor.triggers",
-    "nereus.boxes",
-    *(f"nereus.transition.{name}" for name in ("diff", "dag", "feasibility", "cost", "shadow", "in_place", "reshard")),
-)
+ROOMS = (
+    "errors", "engine_facts", "plan", "model", "known_models", "cluster", "workflow",
+    "shards", "comm", "recipe", "supply",
+    "planner.placement", "planner.workload", "planner.space", "planner.prices", "planner.problem", "planner.search",
+    "planner.evaluate", "planner.api", "planner.report",
+    "transition", "data", "algorithms", "engines", "checkpoint", "moving", "runtime", "reports", "decide", "controller",
+    "baselines", "examples", "launch", "commands", "cli",
+)  # fmt: skip
+"""The rooms of the house from the ground up; each imports from itself and from those before it."""
+PURE = tuple(f"nereus.{room}" for room in ("planner", "transition", "decide", "supply", "recipe", "shards.boxes"))
+"""What decides."""
 HEAVY = ("torch", "ray", "transformers")
 
 
@@ -62,27 +51,26 @@ def imported(path: Path) -> Iterator[str]:
     return visit(ast.parse(path.read_text()))
 
 
-def part(module: str) -> str:
-    """Which part of the package a module belongs to."""
-    return module.split(".")[1] if module.count(".") else "nereus"
+def room(module: str) -> int:
+    """Number of the room that a module belongs to; -1 for the package and its folders themselves."""
+    name = module.removeprefix("nereus").removeprefix(".")
+    found = [number for number, room in enumerate(ROOMS) if name == room or name.startswith(f"{room}.")]
+    assert found or name in ("", "planner"), f"{module} belongs to no room"
+    return found[0] if found else -1
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_run_one_way(module: str) -> None:
-    allowed = MAY_IMPORT.get(part(module))
     for name in imported(MODULES[module]):
         if name == "ray" or name.startswith("ray."):
-            assert module == "nereus.runtime.ray_runtime", f"{module} imports {name}"
-        if not name.startswith("nereus."):
-            continue
-        if part(name) == "runtime" and (allowed is not None or part(module) == "transition"):
-            assert name in TO_RUNTIME.get(module, ()), f"{module} imports {name}"
-        elif allowed is not None:
-            assert part(name) in allowed, f"{module} imports {name}"
-        if part(module) in ("monitor", "planner", "transition", "algorithms", "engines", "data", "checkpoint"):
-            assert part(name) not in ("controller", "training", "cli", "job"), f"{module} imports {name}"
-        if part(module) == "controller":
-            assert part(name) != "runtime" or name == "nereus.runtime.base", f"{module} imports {name}"
+            assert module in ("nereus.runtime.ray_pool", "nereus.launch.discovery"), f"{module} imports {name}"
+        if name.startswith("nereus.") and module != "nereus":
+            assert room(name) <= room(module), f"{module} imports {name}, which stands above it"
+
+
+def test_every_room_is_there() -> None:
+    for name in ROOMS:
+        assert any(module == f"nereus.{name}" or module.startswith(f"nereus.{name}.") for module in MODULES), name
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith(PURE)])
@@ -93,7 +81,7 @@ def test_what_decides_imports_neither_torch_nor_ray(module: str) -> None:
 
 @pytest.mark.parametrize(
     "modules",
-    [("nereus",), tuple(name for name in MODULES if name.startswith(PURE)), ("nereus.config", "nereus.cli")],
+    [("nereus",), tuple(name for name in MODULES if name.startswith(PURE)), ("nereus.recipe.config", "nereus.cli")],
     ids=["the package", "what decides", "the command's start"],
 )
 def test_loading_it_brings_no_torch(modules: tuple[str, ...]) -> None:

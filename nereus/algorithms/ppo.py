@@ -14,8 +14,8 @@ from nereus.algorithms.losses import Aggregation
 from nereus.algorithms.metrics import batch_metrics
 from nereus.algorithms.objectives import PolicyObjective, ValueObjective
 from nereus.algorithms.types import GlobalCounts, Sampling
-from nereus.config import RunConfig
 from nereus.plan import Role
+from nereus.recipe.config import RunConfig
 
 __all__ = ["PPO", "PPOSettings", "cut_mini_batches", "global_permutation"]
 

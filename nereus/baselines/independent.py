@@ -15,12 +15,12 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from nereus.boxes import flat_numel
+from nereus.moving.commands import BufferKey, MoveOrder, StageKinds
+from nereus.moving.executor import Movers, run_move
 from nereus.plan import ModelStage, Plan, StagePlan
-from nereus.transition.executor import Movers, run_move
-from nereus.transition.orders import BufferKey, MoveOrder, StageKinds
-from nereus.transition.primitives import Operation, Primitive, Unit
-from nereus.transition.reshard import Holding
+from nereus.shards.boxes import flat_numel
+from nereus.shards.moves import Holding
+from nereus.transition.operations import Operation, Primitive, Unit
 
 __all__ = ["IndependentMigration", "Outcome", "Room", "buffer_bytes", "local_chain"]
 
@@ -147,7 +147,7 @@ class Outcome:
 class IndependentMigration:
     """Moves a job from one plan to another, each model-stage on its own.
 
-    limit_bytes: what every device may hold. generation: of the target plan. launch_s: when each chain starts.
+    limit_bytes: what every device may hold. epoch: of the target plan. launch_s: when each chain starts.
     """
 
     def __init__(
@@ -158,12 +158,12 @@ class IndependentMigration:
         *,
         states: Mapping[ModelStage, StageKinds],
         limit_bytes: int,
-        generation: int,
+        epoch: int,
         launch_s: Mapping[ModelStage, float],
         timeout_s: float,
     ) -> None:
         self._movers, self._current, self._target, self._states = movers, current, target, states
-        self._limit_bytes, self._generation = limit_bytes, generation
+        self._limit_bytes, self._epoch = limit_bytes, epoch
         self._launch_s, self._timeout_s = launch_s, timeout_s
 
     def run(self) -> Outcome:
@@ -175,8 +175,8 @@ class IndependentMigration:
             ended = [threads.submit(self._chain, model_stage, room, begun) for model_stage in stages]
             succeeded = all([future.result() for future in ended])
         if succeeded:
-            self._movers.seat(self._generation, self._target)
-            self._movers.retire(self._generation - 1)
+            self._movers.seat(self._epoch, self._target)
+            self._movers.retire(self._epoch - 1)
         return Outcome(succeeded, room.stuck, time.monotonic() - begun)
 
     def _free_bytes(self) -> dict[int, int]:
@@ -216,5 +216,5 @@ class IndependentMigration:
         stage = operation.model_stage
         source = Holding.by_device(operation.source_layout, operation.source_ranks())
         target = Holding.by_device(operation.target_layout, operation.target_ranks())
-        key = f"g{self._generation}/{operation.name}"
+        key = f"e{self._epoch}/{operation.name}"
         return MoveOrder.plan(key, self._states[stage], stage, source, stage, target)

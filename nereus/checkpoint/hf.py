@@ -17,11 +17,11 @@ import safetensors
 import safetensors.torch
 import torch
 
-from nereus.boxes import Box, Shard
 from nereus.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, StoredTensor, read_folder, wanted_tensors
-from nereus.engines.state import StateKind, UnitState
 from nereus.errors import ModelError
 from nereus.model import SUPPORTED, ModelSpec, Param
+from nereus.shards.boxes import Box, Shard
+from nereus.shards.state import RankState, StateKind
 
 __all__ = ["copy_tokenizer", "hf_config", "init_folder", "init_tensors", "init_unit", "load_unit", "save_folder"]
 
@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def load_unit(folder: str | Path, spec: ModelSpec, state: UnitState, *, fresh_score: bool = False) -> None:
+def load_unit(folder: str | Path, spec: ModelSpec, state: RankState, *, fresh_score: bool = False) -> None:
     """Read a rank's boxes of every parameter into its parameter buffer, and its fp32 masters where it has them.
 
     Other dtypes are converted. `fresh_score`: a scalar head that the folder lacks is zeroed (a critic that starts from
@@ -49,7 +49,7 @@ def load_unit(folder: str | Path, spec: ModelSpec, state: UnitState, *, fresh_sc
             _write(state, shard, torch.zeros(shard.box.shape) if tensor is None else files.read(tensor, shard.box))
 
 
-def init_unit(spec: ModelSpec, state: UnitState, *, seed: int) -> None:
+def init_unit(spec: ModelSpec, state: RankState, *, seed: int) -> None:
     """Fill a rank's boxes with the random weights of `init_tensors`, the same for every layout."""
     for name, tensor in init_tensors(spec, seed=seed):
         if name in state:
@@ -151,7 +151,7 @@ def _rope_parameters(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _write(state: UnitState, shard: Shard, box: torch.Tensor) -> None:
+def _write(state: RankState, shard: Shard, box: torch.Tensor) -> None:
     """Set a rank's box of a parameter, in the dtype of each buffer that holds parameter values."""
     for kind in (StateKind.PARAM, StateKind.MASTER):
         if kind in state.flats:

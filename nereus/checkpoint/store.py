@@ -19,13 +19,12 @@ import torch
 import xxhash
 from typing_extensions import Buffer
 
-from nereus.boxes import flat_numel
-from nereus.engines.state import Counters, StateKind, UnitState
 from nereus.errors import CheckpointError
 from nereus.model import ModelSpec
 from nereus.plan import Layout, ModelStage
-from nereus.transition.reshard import Holding, plan_moves
-from nereus.transition.verify import strided
+from nereus.shards.boxes import flat_numel
+from nereus.shards.moves import Holding, plan_moves
+from nereus.shards.state import Counters, RankState, StateKind, strided
 
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 16 << 20
@@ -87,7 +86,7 @@ class SavedState:
     counters: Mapping[str, Counters]
 
 
-def save_rank(folder: Path, model_stage: ModelStage, state: UnitState) -> tuple[SavedRank, ...]:
+def save_rank(folder: Path, model_stage: ModelStage, state: RankState) -> tuple[SavedRank, ...]:
     """Write one rank's flat buffers; called by the worker that holds them."""
     saved: list[SavedRank] = []
     for kind, flat in state.flats.items():
@@ -106,7 +105,7 @@ def save_rank(folder: Path, model_stage: ModelStage, state: UnitState) -> tuple[
     return tuple(saved)
 
 
-def restore_rank(folder: Path, manifest: Manifest, model_stage: ModelStage, state: UnitState) -> None:
+def restore_rank(folder: Path, manifest: Manifest, model_stage: ModelStage, state: RankState) -> None:
     """Fill one rank's flat buffers, under whatever layout, from the boxes that the checkpoint's files hold."""
     files = manifest.of(model_stage)
     layout = files[0].layout

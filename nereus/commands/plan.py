@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 
 from nereus import plan as find_plan
+from nereus.commands.output import Json, check_destination, write_json
 from nereus.planner.api import load_lengths
 from nereus.planner.report import show
 
@@ -37,13 +38,9 @@ def plan(
     compare: Annotated[
         str | None, typer.Option(metavar="PLAN", help='Price a plan as well: "actor-training=d4t2p2".')
     ] = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout.")
-    ] = None,
+    json_file: Json = None,
 ) -> None:
     """Find the fastest plan that fits, and say what it costs and why."""
-    from nereus.cli import check_destination, write_json
-
     check_destination(json_file)
     result = find_plan(
         model, cluster, algorithm=algorithm, batch=batch, prompt=prompt,

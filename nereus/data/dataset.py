@@ -1,14 +1,13 @@
 """The data of a run, read once before any worker starts: tokenizer, training prompts, held-out prompts."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-from nereus.config import RunConfig
 from nereus.data.prompts import Prompt, Row, held_out, read_rows, tokenize
-from nereus.data.tasks import worked_answer
 from nereus.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 from nereus.errors import DataError
 from nereus.model import ModelSpec
+from nereus.recipe.config import RunConfig
 
 __all__ = ["RunData", "check_vocab", "load_data"]
 
@@ -26,11 +25,14 @@ class RunData:
     num_removed: int
 
 
-def load_data(config: RunConfig) -> RunData:
-    """Read, split and tokenize what `config.data` names; raises DataError naming what cannot be used."""
+def load_data(config: RunConfig, *, answer: Callable[[Row], str] | None = None) -> RunData:
+    """Read, split and tokenize what `config.data` names; raises DataError naming what cannot be used.
+
+    answer: what a trained tokenizer learns beside a question; None: the ground truth as text.
+    """
     rows = read_rows(config.data.train)
     val_rows, num_removed = held_out(rows, read_rows(config.data.val), limit=config.trainer.val_samples)
-    tokenizer = _tokenizer(config, rows)
+    tokenizer = _tokenizer(config, rows, answer or (lambda row: str(row.ground_truth)))
     limit = config.data.max_prompt_length
     return RunData(
         tokenizer=tokenizer,
@@ -48,16 +50,10 @@ def check_vocab(tokenizer: Tokenizer, spec: ModelSpec) -> None:
         )
 
 
-def _tokenizer(config: RunConfig, rows: Sequence[Row]) -> Tokenizer:
+def _tokenizer(config: RunConfig, rows: Sequence[Row], answer: Callable[[Row], str]) -> Tokenizer:
     if config.data.tokenizer == "trained":
-        return train_tokenizer(_texts(rows[:TOKENIZER_ROWS]), vocab_size=config.data.vocab_size)
+        texts = (row.text + answer(row) for row in rows[:TOKENIZER_ROWS])
+        return train_tokenizer(texts, vocab_size=config.data.vocab_size)
     folder = config.data.tokenizer or config.model.path
     assert folder is not None, "RunConfig asks for data.tokenizer where there is no model.path"
     return load_tokenizer(folder)
-
-
-def _texts(rows: Sequence[Row]) -> Iterator[str]:
-    """Questions, with their worked answer where there is one."""
-    for row in rows:
-        worked = row.data_source == "chain_sum" and "expression" in row.extra_info
-        yield row.text + (worked_answer(row.extra_info["expression"]) if worked else str(row.ground_truth))

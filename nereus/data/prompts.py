@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from nereus.config import DataSource
 from nereus.data.tokenizers import Tokenizer
 from nereus.errors import DataError
+from nereus.recipe.config import DataSource
 
 __all__ = ["Prompt", "PromptOrder", "Row", "held_out", "read_rows", "tokenize"]
 

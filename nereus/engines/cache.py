@@ -14,10 +14,10 @@ import math
 
 import torch
 
-from nereus.boxes import repeats_of
-from nereus.engines.state import StateKind
+from nereus.engine_facts import Op
 from nereus.engines.transformer import PackedAttention, Packing, StageModel
-from nereus.planner.operations import Op
+from nereus.shards.boxes import repeats_of
+from nereus.shards.state import StateKind
 
 
 class KvCache:

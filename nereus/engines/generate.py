@@ -16,13 +16,13 @@ from collections.abc import Sequence
 
 import torch
 
+from nereus.comm.groups import Group, Work
 from nereus.engines.cache import CachedAttention, KvCache
 from nereus.engines.packing import packed_for_decoding
 from nereus.engines.sampling import Sampler, SamplingParams, sequence_key
-from nereus.engines.state import StateKind
 from nereus.engines.transformer import Packing, Rope, StageModel
 from nereus.errors import InputError
-from nereus.runtime.groups import Group, Work
+from nereus.shards.state import StateKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Measures what a rank does by operation class: work, calls, seconds. For processors; on CUDA kernels end later.
 
-Classes and work are those of the planner's bills (`planner/operations.py`): floating-point operations of matrix
+Classes and work are those of the planner's bills (`planner/prices/operations.py`): floating-point operations of matrix
 products and whole-sequence attention, bytes of decoding attention and of weights read while decoding, bytes on the wire
 of collectives. Forward passes are measured operation by operation; a backward pass is one call and is not.
 """
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nereus.engines.memory import MemoryGauge
+from nereus.engines.gauge import MemoryGauge
 
 Totals = dict[str, tuple[float, float, float]]
 """{class: (work, calls, seconds)}."""

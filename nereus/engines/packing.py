@@ -11,9 +11,9 @@ import math
 
 import torch
 
-from nereus.engines.state import StateKind
+from nereus.engine_facts import MAX_PACKED_BYTES
 from nereus.engines.transformer import StageModel
-from nereus.planner.memory import MAX_PACKED_BYTES
+from nereus.shards.state import StateKind
 
 
 def packed_for_decoding(model: StageModel) -> StageModel:

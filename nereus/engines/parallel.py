@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from nereus.runtime.groups import Group
+from nereus.comm.groups import Group
 
 
 class _CopyToRanks(Function):

@@ -18,9 +18,9 @@ from typing import TypeVar
 import torch
 
 from nereus.algorithms.buffer import RolloutBatch
+from nereus.comm.groups import Group, Work
+from nereus.engine_facts import MAX_SENDS
 from nereus.engines.transformer import PackedAttention, Packing, Rope, StageModel
-from nereus.planner.memory import MAX_SENDS
-from nereus.runtime.groups import Group, Work
 
 T = TypeVar("T")
 Loss = Callable[[torch.Tensor, "MicroBatch"], torch.Tensor]

@@ -12,8 +12,8 @@ import math
 
 import torch
 
+from nereus.comm.groups import Group
 from nereus.errors import InputError
-from nereus.runtime.groups import Group
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -16,15 +16,15 @@ from torch.optim.adamw import adamw
 
 from nereus.algorithms.base import Objective
 from nereus.algorithms.buffer import RolloutBatch
-from nereus.boxes import Shard, axis_range
+from nereus.comm.groups import Group
+from nereus.engines.infer import by_length, compute_outputs
 from nereus.engines.pipeline import MicroBatch, Pipeline
-from nereus.engines.score import by_length, compute_outputs
-from nereus.engines.state import Counters, StateKind, UnitState, shard_view
 from nereus.engines.transformer import StageModel
 from nereus.errors import GroupError, UpdateAborted
 from nereus.model import Axis
-from nereus.planner.memory import Recompute
-from nereus.runtime.groups import Group
+from nereus.plan import Recompute
+from nereus.shards.boxes import Shard, axis_range
+from nereus.shards.state import Counters, RankState, StateKind, shard_view
 
 LATE_VOTE = timedelta(seconds=1)
 """How long a rank waits in the vote that has already waited for a peer in vain."""
@@ -32,7 +32,7 @@ LATE_VOTE = timedelta(seconds=1)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankGroups:
-    """The groups of one rank of a model-stage in one plan generation.
+    """The groups of one rank of a model-stage in one epoch.
 
     tp: its unit and pipeline stage; pp: its unit and tensor-parallel position; dp: its position in every unit;
     tie: first and last stage that share an embedding (size 1 elsewhere); all: every rank of the model-stage.
@@ -76,7 +76,7 @@ class Trainer:
 
     def __init__(
         self,
-        state: UnitState,
+        state: RankState,
         groups: RankGroups,
         optimizer: AdamW,
         *,

@@ -3,7 +3,7 @@
 Hidden states are packed: [T, H] over all tokens of a batch without padding, so only attention knows about sequences.
 How queries, keys and values become outputs is the caller's `Attend`: whole sequences for training and scoring
 (`PackedAttention`), a key/value cache for generation (`generate.py`). Weights are views of a flat buffer
-(`UnitState`); gradients, where wanted, accumulate into a flat buffer of the same offsets.
+(`RankState`); gradients, where wanted, accumulate into a flat buffer of the same offsets.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from nereus.boxes import Shard, axis_range, kv_of_head, layer_range, repeats_of
+from nereus.comm.groups import Group
+from nereus.engine_facts import Op, causal_pairs
 from nereus.engines.meter import Meter
 from nereus.engines.parallel import copy_to_ranks, embed, sum_over_ranks
 from nereus.engines.recompute import linear_after, rms_norm
-from nereus.engines.state import StateKind, UnitState, fused_view
 from nereus.model import Axis, Head, ModelSpec
-from nereus.planner.memory import Recompute
-from nereus.planner.operations import Op, causal_pairs
-from nereus.runtime.groups import Group
+from nereus.plan import Recompute
+from nereus.shards.boxes import Shard, axis_range, kv_of_head, layer_range, repeats_of
+from nereus.shards.state import RankState, StateKind, fused_view
 
 
 class Attend(Protocol):
@@ -65,7 +65,7 @@ class StageModel:
 
     def __init__(
         self,
-        state: UnitState,
+        state: RankState,
         *,
         tp: Group,
         grads: torch.Tensor | None = None,

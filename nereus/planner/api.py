@@ -13,18 +13,18 @@ from typing import Any
 
 from nereus.cluster import GB, Cluster, load_cluster
 from nereus.errors import ConfigError, DataError, PlanError
+from nereus.known_models import load_spec
 from nereus.model import Head, ModelSpec
-from nereus.models import load_spec
 from nereus.plan import Layout, ModelStage, Plan, Role, StagePlan, parse_stage_plan
-from nereus.planner.calibration import Calibration
-from nereus.planner.combination import Placement
-from nereus.planner.cost import CostModel
 from nereus.planner.evaluate import PlanPrice, price, tokens_per_second
-from nereus.planner.memory import PRECISIONS
+from nereus.planner.placement import Placement
+from nereus.planner.prices.calibration import Calibration
+from nereus.planner.prices.cost import CostModel
+from nereus.planner.prices.memory import PRECISIONS
 from nereus.planner.problem import Limits, PlanningProblem
-from nereus.planner.refusal import Refusal
-from nereus.planner.search import Choice, Restriction, optimum, search
-from nereus.planner.space import Space
+from nereus.planner.search.optimum import Choice, Restriction, optimum, search
+from nereus.planner.search.refusal import Refusal
+from nereus.planner.space.layouts import Space
 from nereus.planner.workload import Lengths, Workload
 from nereus.workflow import CRITIC_OF, workflow_for
 

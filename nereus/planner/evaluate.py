@@ -12,12 +12,12 @@ import numpy as np
 
 from nereus.cluster import Link
 from nereus.errors import PlanError
-from nereus.plan import ModelStage, Plan, Stage, StagePlan
-from nereus.planner.bounds import step_of
-from nereus.planner.cost import Span, StageCost
-from nereus.planner.memory import Recompute, StageMemory, stage_memory
-from nereus.planner.placement import Line, speed_ranks
+from nereus.plan import ModelStage, Plan, Recompute, Stage, StagePlan
+from nereus.planner.prices.cost import Span, StageCost
+from nereus.planner.prices.memory import StageMemory, stage_memory
 from nereus.planner.problem import PlanningProblem
+from nereus.planner.search.bounds import step_of
+from nereus.planner.space.line import Line, speed_ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from nereus.cluster import Cluster
 from nereus.model import ModelSpec
 from nereus.plan import Role
-from nereus.planner.combination import Placement
-from nereus.planner.cost import CostModel
-from nereus.planner.memory import Precision
-from nereus.planner.placement import Line, line_of
-from nereus.planner.pricing import Pricing
-from nereus.planner.space import Space
+from nereus.planner.placement import Placement
+from nereus.planner.prices.cost import CostModel
+from nereus.planner.prices.memory import Precision
+from nereus.planner.prices.pricing import Pricing
+from nereus.planner.space.layouts import Space
+from nereus.planner.space.line import Line, line_of
 from nereus.planner.workload import Workload
 from nereus.workflow import Workflow
 

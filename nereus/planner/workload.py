@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import statistics
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,3 +87,33 @@ class Workload:
     @property
     def longest_tokens(self) -> float:
         return (self.max_prompt_tokens or self.prompt_tokens) + self.response.longest
+
+
+MAX_SEGMENTS = 16
+"""Pieces into which the length distribution of a generation is cut."""
+
+
+def slowest_mean(work: Workload, unit_samples: int, dp: int) -> float:
+    """Expected largest mean response length among `dp` units of random samples (normal order statistic, Blom 1958)."""
+    mean = work.response.mean
+    if dp == 1:
+        return mean
+    quantile = statistics.NormalDist().inv_cdf((dp - 0.375) / (dp + 0.25))
+    return min(mean + quantile * work.response.deviation / math.sqrt(unit_samples), work.response.longest)
+
+
+@functools.lru_cache(maxsize=64)
+def segments(values: tuple[float, ...]) -> list[tuple[float, float, float]]:
+    """(from token, to token, share of the samples that reach it) pieces of a length distribution, in order."""
+    size = len(values)
+    ends = range(size) if size <= MAX_SEGMENTS else sorted({size * i // MAX_SEGMENTS for i in range(MAX_SEGMENTS)})
+    chosen = [*ends] if size <= MAX_SEGMENTS else [*ends[1:], size - 1]
+    result: list[tuple[float, float, float]] = []
+    start, before = 0.0, 0
+    for index in chosen:
+        end = values[index]
+        if end > start:
+            reached = sum(min(max(value - start, 0.0), end - start) for value in values[before:]) / (end - start) / size
+            result.append((start, end, reached))
+        start, before = max(start, end), index
+    return result

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
+from nereus.errors import DataError
 from nereus.plan import Plan
-from nereus.runtime.base import StepReport, TransitionReport
+from nereus.runtime.seam import StepReport
+from nereus.transition.operations import TransitionReport
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class StepEnd(Event):
         report = self.report
         return {
             "plan": self.plan.to_json(),
-            "plan_generation": report.plan_generation,
+            "plan_epoch": report.plan_epoch,
             "step_s": report.step_s,
             "predicted_step_s": self.predicted_step_s,
             "decision_s": self.decision_s,
@@ -93,7 +95,7 @@ class StepEnd(Event):
         report = self.report
         return {
             "step": report.step,
-            "plan_generation": report.plan_generation,
+            "plan_epoch": report.plan_epoch,
             "timing_s/step": report.step_s,
             "timing_s/transition": self.transition_s,
             "timing_s/decision": self.decision_s,
@@ -250,3 +252,18 @@ class RunFolder:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run's `events.jsonl`; a last line cut short by a crash is left out."""
+    if not path.is_file():
+        raise DataError(f"{path}: not found; name a run folder's events.jsonl")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    events: list[dict[str, Any]] = []
+    for number, text in enumerate(lines, start=1):
+        try:
+            events.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise DataError(f"{path}, line {number}: not JSON ({error.msg})") from None
+    return events

@@ -7,7 +7,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from nereus.plan import Plan
-from nereus.replay import read_events
+from nereus.reports.events import read_events
 
 WIDTH, LEFT, RIGHT = 880, 70, 20
 PANEL, GAP, TOP, BOTTOM = 120, 34, 46, 40

@@ -27,7 +27,7 @@ from nereus.reports.events import (
     TransitionEnd,
     TransitionFailed,
 )
-from nereus.runtime.base import TransitionReport
+from nereus.transition.operations import TransitionReport
 
 RECENT_STEPS = 8
 RECENT_CHANGES = 4

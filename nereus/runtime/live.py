@@ -3,8 +3,8 @@
     Controller --> LiveRuntime --run_step--> Loop (what a step does) --> LiveStages (who does it) --> Pool
                               +--transition--> executor (state), seats (groups), one commit point --> Pool
 
-A plan generation is allocated, filled, seated and then committed by changing one value on the driver; until that
-instant every call goes to the old generation, which is whole.
+An epoch is allocated, filled, seated and then committed by changing one value on the driver; until that
+instant every call goes to the old epoch, which is whole.
 """
 
 import dataclasses
@@ -27,20 +27,20 @@ from nereus.cluster import Cluster
 from nereus.data.prompts import Prompt, PromptOrder
 from nereus.engines.generate import Completion, Request
 from nereus.engines.sampling import SamplingParams
-from nereus.engines.state import state_dtypes
 from nereus.engines.train import UpdateResult
 from nereus.errors import ClusterError, TransitionAborted
+from nereus.moving.commands import MoveOrder, StageKinds
+from nereus.moving.executor import Execution, OperationEnd, run_move
 from nereus.plan import ACTOR_GENERATION, ModelStage, Plan, Role, Stage
-from nereus.runtime.base import Pool, Runtime, StepReport, TransitionReport, gather
 from nereus.runtime.movers import PoolMovers, nodes_of
-from nereus.runtime.schedule import run_tasks
+from nereus.runtime.run_tasks import run_tasks
+from nereus.runtime.seam import Pool, Runtime, StepReport, gather
 from nereus.runtime.worker import RoleSetup, Worker
-from nereus.transition.cost import DeviceTable, Rates, StageState
+from nereus.shards.moves import Holding
+from nereus.shards.state import state_dtypes
 from nereus.transition.dag import build_dag
-from nereus.transition.executor import Execution, OperationEnd, run_move
-from nereus.transition.orders import MoveOrder, StageKinds
-from nereus.transition.primitives import Infeasible, TransitionDag
-from nereus.transition.reshard import Holding
+from nereus.transition.operations import Infeasible, TransitionDag, TransitionReport
+from nereus.transition.price import DeviceTable, Rates, StageState
 from nereus.workflow import Task, Workflow
 
 P = ParamSpec("P")
@@ -76,11 +76,11 @@ class JobSetup:
 
 
 class LiveStages(Stages):
-    """Calls the units of each model-stage under the plan generation in force."""
+    """Calls the units of each model-stage under the epoch in force."""
 
     def __init__(self, pool: Pool, setup: JobSetup) -> None:
         self._pool, self._setup = pool, setup
-        self.plan, self.generation = Plan(()), -1
+        self.plan, self.epoch = Plan(()), -1
 
     def run(self, tasks: Sequence[Task], execute: Callable[[Task], None]) -> dict[ModelStage, float]:
         return run_tasks(tasks, self.plan, execute)
@@ -99,9 +99,7 @@ class LiveStages(Stages):
         for unit, share in zip(units, shares(len(requests), len(units)), strict=True):
             piece = self._pool.share(requests[share.start : share.stop])
             for device in unit:
-                calls[device] = self._pool.call(
-                    device, Worker.generate, self.generation, ACTOR_GENERATION, piece, params
-                )
+                calls[device] = self._pool.call(device, Worker.generate, self.epoch, ACTOR_GENERATION, piece, params)
         results = gather(calls, f"{ACTOR_GENERATION}", timeout=self._setup.timeout, grace=GRACE)
         tokens = {(r.place, r.index): tuple(r.tokens) for r in requests}
         return [
@@ -114,7 +112,7 @@ class LiveStages(Stages):
         units = self.plan[model_stage].units
         results = self._on_units(
             model_stage, batch, lambda device, piece: self._pool.call(
-                device, Worker.output, self.generation, model_stage, piece, kind
+                device, Worker.output, self.epoch, model_stage, piece, kind
             )
         )  # fmt: skip
         parts = [next(r for device in unit if (r := results[device]) is not None) for unit in units]
@@ -124,7 +122,7 @@ class LiveStages(Stages):
         shared = self._pool.share(objective)
         results = self._on_units(
             model_stage, batch, lambda device, piece: self._pool.call(
-                device, Worker.update, self.generation, model_stage, piece, shared
+                device, Worker.update, self.epoch, model_stage, piece, shared
             )
         )  # fmt: skip
         return _joined(list(results.values()))
@@ -155,7 +153,7 @@ def _joined(results: Sequence[UpdateResult]) -> Update:
 class LiveRuntime(Runtime):
     """A job on the workers of a pool. `start` before anything else.
 
-    A generation's number is never used twice, not even after an abort: groups are named after it.
+    An epoch's number is never used twice, not even after an abort: groups are named after it.
     """
 
     def __init__(
@@ -168,33 +166,33 @@ class LiveRuntime(Runtime):
         self._checkpoints = CheckpointStore(setup.checkpoints)
         self._stages = LiveStages(pool, setup)
         self._loop = Loop(setup.workflow, setup.algorithm, self._stages, setup.score, seed=setup.seed)
-        self._initial, self._generations = plan, 0
+        self._initial, self._epochs = plan, 0
         self._movers = PoolMovers(pool, setup.roles, timeout=setup.timeout)
 
     def start(self) -> None:
         """Start the workers of the initial plan and load every model's weights."""
-        self._raise(self._initial, self._generations)
+        self._raise(self._initial, self._epochs)
 
-    def _raise(self, plan: Plan, generation: int, saved: tuple[Path, Manifest] | None = None) -> None:
+    def _raise(self, plan: Plan, epoch: int, saved: tuple[Path, Manifest] | None = None) -> None:
         """Build a whole job on workers that hold nothing yet: from the folders, trained state from a checkpoint."""
         self._setup.workflow.check_plan(plan)
         self._pool.start(plan.devices)
-        self._on(plan.devices, Worker.allocate, generation, plan, self._setup.roles)
-        self._on(plan.devices, Worker.seat, generation, plan, self._setup.roles, nodes_of(self._pool))
-        self._on(plan.devices, Worker.load, generation)
+        self._on(plan.devices, Worker.allocate, epoch, plan, self._setup.roles)
+        self._on(plan.devices, Worker.seat, epoch, plan, self._setup.roles, nodes_of(self._pool))
+        self._on(plan.devices, Worker.load, epoch)
         if saved is not None:
-            self._on(plan.devices, Worker.restore, generation, *saved)
-        self._stages.plan, self._stages.generation = plan, generation
+            self._on(plan.devices, Worker.restore, epoch, *saved)
+        self._stages.plan, self._stages.epoch = plan, epoch
         if saved is not None:
             self._synchronize()
 
     def suspend(self, step: int) -> None:
-        plan, generation = self.plan, self._stages.generation
+        plan, epoch = self.plan, self._stages.epoch
         trained = [model_stage for model_stage in plan.model_stages if model_stage.stage is Stage.TRAINING]
         folder = self._checkpoints.begin(step)
         parts: list[SavedState] = []
         for model_stage in trained:
-            parts += self._on(plan[model_stage].units[0], Worker.save, generation, model_stage, folder).values()
+            parts += self._on(plan[model_stage].units[0], Worker.save, epoch, model_stage, folder).values()
         manifest = Manifest.joined(step, parts)
         self._checkpoints.commit(manifest, {m: self._setup.roles[m.role].spec for m in trained})
         self._pool.stop(self._pool.devices)
@@ -202,8 +200,8 @@ class LiveRuntime(Runtime):
 
     def resume(self, plan: Plan) -> None:
         folder, manifest, _ = self._checkpoints.latest()
-        self._generations += 1
-        self._raise(plan, self._generations, (folder, manifest))
+        self._epochs += 1
+        self._raise(plan, self._epochs, (folder, manifest))
 
     @property
     def plan(self) -> Plan:
@@ -232,7 +230,7 @@ class LiveRuntime(Runtime):
         }
         return StepReport(
             step,
-            self._stages.generation,
+            self._stages.epoch,
             metrics,
             step_s,
             task_s,
@@ -262,21 +260,21 @@ class LiveRuntime(Runtime):
         if isinstance(dag, Infeasible):
             raise TransitionAborted("plan", dag.reason)
         current, started = self.plan, [device for device in target.devices if device not in self._pool.devices]
-        self._generations += 1
-        generation = self._generations
+        self._epochs += 1
+        epoch = self._epochs
         execution = Execution(
             dag,
             self._movers,
             states=self._state_kinds,
-            generation=generation,
-            current_generation=self._stages.generation,
+            epoch=epoch,
+            current_epoch=self._stages.epoch,
             node_of=self._node_of,
             table=self._device_table,
             on_operation=self._on_operation,
         )
         try:
             self._pool.start(started)
-            report = execution.run(lambda: self._commit(target, generation))
+            report = execution.run(lambda: self._commit(target, epoch))
         except (TransitionAborted, ClusterError):
             self._pool.stop([device for device in started if device in self._pool.devices])
             raise
@@ -295,9 +293,9 @@ class LiveRuntime(Runtime):
             self.cluster, reserved_bytes=self._engine_bytes, host_bytes_per_node=self._setup.host_bytes_per_node
         )
 
-    def _commit(self, target: Plan, generation: int) -> None:
-        """The commit point: calls made from here on go to the new generation."""
-        self._stages.plan, self._stages.generation = target, generation
+    def _commit(self, target: Plan, epoch: int) -> None:
+        """The commit point: calls made from here on go to the new epoch."""
+        self._stages.plan, self._stages.epoch = target, epoch
 
     def close(self) -> None:
         self._pool.close()
@@ -305,10 +303,10 @@ class LiveRuntime(Runtime):
     def _synchronize(self) -> tuple[float, int]:
         """Bring every copy of trained parameters up to date; (seconds, bytes that crossed between devices)."""
         seconds, num_bytes = 0.0, 0
-        plan, generation = self.plan, self._stages.generation
+        plan, epoch = self.plan, self._stages.epoch
         for source, target in self._setup.workflow.syncs_under(plan):
             order = MoveOrder.plan(
-                f"g{generation}/sync/{target}",
+                f"e{epoch}/sync/{target}",
                 self._state_kinds[target],
                 source,
                 Holding.of(plan[source]),

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from nereus.engines.state import Counters
+from nereus.moving.commands import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt
+from nereus.moving.executor import Movers
 from nereus.plan import Plan, Role
-from nereus.runtime.base import Pool, gather
+from nereus.runtime.seam import Pool, gather
 from nereus.runtime.worker import RoleSetup, Worker
-from nereus.transition.executor import Movers
-from nereus.transition.orders import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt
+from nereus.shards.state import Counters
 
 
 class PoolMovers(Movers):
@@ -36,13 +36,13 @@ class PoolMovers(Movers):
     def release(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
         self._each(keys, lambda device: (Worker.release, keys[device]))
 
-    def seat(self, generation: int, plan: Plan) -> None:
+    def seat(self, epoch: int, plan: Plan) -> None:
         devices = dict.fromkeys(plan.devices)
-        self._each(devices, lambda device: (Worker.adopt, generation, plan))
-        self._each(devices, lambda device: (Worker.seat, generation, plan, self._roles, nodes_of(self._pool)))
+        self._each(devices, lambda device: (Worker.adopt, epoch, plan))
+        self._each(devices, lambda device: (Worker.seat, epoch, plan, self._roles, nodes_of(self._pool)))
 
-    def retire(self, generation: int) -> None:
-        self._each(dict.fromkeys(self._pool.devices), lambda device: (Worker.unseat, generation))
+    def retire(self, epoch: int) -> None:
+        self._each(dict.fromkeys(self._pool.devices), lambda device: (Worker.unseat, epoch))
 
     def _each(self, devices: Mapping[int, object], call: Callable[[int], tuple[Any, ...]]) -> dict[int, Any]:
         """One call a device, all at once."""

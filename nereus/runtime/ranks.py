@@ -8,12 +8,12 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from nereus.cluster import Link
+from nereus.comm.groups import BackendName, Group, GroupSpec
 from nereus.engines.meter import Meter
 from nereus.engines.train import RankGroups, vote_timeout
 from nereus.errors import GroupError
 from nereus.model import ModelSpec
 from nereus.plan import ModelStage, StagePlan
-from nereus.runtime.groups import BackendName, Group, GroupSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class RankGroupSpecs:
 
 
 def rank_group_specs(
-    spec: ModelSpec, model_stage: ModelStage, stage_plan: StagePlan, device: int, *, generation: int
+    spec: ModelSpec, model_stage: ModelStage, stage_plan: StagePlan, device: int, *, epoch: int
 ) -> RankGroupSpecs:
-    """The groups of `device` in a model-stage under a plan generation."""
+    """The groups of `device` in a model-stage under an epoch."""
     position = stage_plan.position(device)
     assert position is not None, f"device {device} has no part in {model_stage}"
     unit_index, rank = position
     unit, layout = stage_plan.units[unit_index], stage_plan.layout
     tp_rank, pp_rank = layout.tp_rank(rank), layout.pp_rank(rank)
-    at = f"g{generation}/{model_stage}"
+    at = f"e{epoch}/{model_stage}"
     same_stage = tuple(unit[layout.rank(tp_rank=t, pp_rank=pp_rank)] for t in range(layout.tp))
     same_position = tuple(unit[layout.rank(tp_rank=tp_rank, pp_rank=p)] for p in range(layout.pp))
     tied = spec.tied and layout.pp > 1 and pp_rank in (0, layout.pp - 1)

@@ -12,9 +12,9 @@ from datetime import timedelta
 from typing import Concatenate, ParamSpec, TypeVar
 
 from nereus.cluster import ACCELERATORS, Cluster, uniform_cluster
+from nereus.comm.groups import StoreServer, serve_store
 from nereus.errors import ClusterError, NereusError, WorkerError
-from nereus.runtime.base import Pool, WorkerSettings
-from nereus.runtime.groups import StoreServer, serve_store
+from nereus.runtime.seam import Pool, WorkerSettings
 from nereus.runtime.worker import Worker
 
 P = ParamSpec("P")

@@ -1,9 +1,9 @@
 """One worker: the process (or thread) that stands for a device. Holds state, joins groups, computes what it is told.
 
-    driver --calls--> Worker --owns--> seats: (generation, model-stage) -> groups, engines
-                                       residents: (generation, holder) -> state, and how it moves
+    driver --calls--> Worker --owns--> seats: (epoch, model-stage) -> groups, engines
+                                       residents: (epoch, holder) -> state, and how it moves
 
-A seat is this device's place in one model-stage under one plan generation; two generations can be seated at once. A
+A seat is this device's place in one model-stage under one epoch; two epochs can be seated at once. A
 model-stage that shares its role's training parameters sits on the state of the training model-stage (its holder).
 The worker knows nothing of steps or of the algorithm and starts no thread: the pool calls one method at a time.
 """
@@ -19,24 +19,23 @@ from nereus.algorithms.buffer import RolloutBatch
 from nereus.algorithms.types import OutputKind
 from nereus.checkpoint.hf import load_unit
 from nereus.checkpoint.store import Manifest, SavedState, restore_rank, save_rank
+from nereus.comm.groups import BackendName, connect_store
+from nereus.engines.gauge import MemoryGauge
 from nereus.engines.generate import Completion, Generator, Request
-from nereus.engines.memory import MemoryGauge
+from nereus.engines.infer import score
 from nereus.engines.meter import Meter, Totals
 from nereus.engines.pipeline import Pipeline
 from nereus.engines.sampling import SamplingParams
-from nereus.engines.score import score
-from nereus.engines.state import Counters, UnitState, state_dtypes
 from nereus.engines.train import AdamW, RankGroups, Trainer, UpdateResult
 from nereus.engines.transformer import StageModel
 from nereus.errors import UpdateAborted
 from nereus.model import ModelSpec
-from nereus.plan import ModelStage, Plan, Role, Stage
-from nereus.planner.memory import Recompute
-from nereus.runtime.base import WorkerSettings
-from nereus.runtime.groups import BackendName, connect_store
+from nereus.moving.commands import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt
+from nereus.moving.resident import Residents
+from nereus.plan import ModelStage, Plan, Recompute, Role, Stage
 from nereus.runtime.ranks import join_groups, rank_group_specs
-from nereus.runtime.resident import Residents
-from nereus.transition.orders import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt
+from nereus.runtime.seam import WorkerSettings
+from nereus.shards.state import Counters, RankState, state_dtypes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,13 +62,13 @@ class RoleSetup:
 
 @dataclasses.dataclass(slots=True)
 class Seat:
-    """A device's place in one model-stage under one plan generation.
+    """A device's place in one model-stage under one epoch.
 
     Engines are made when first used, and dropped when the state goes that they were made on.
     """
 
     holder: ModelStage
-    state: UnitState
+    state: RankState
     groups: RankGroups
     setup: RoleSetup
     meter: Meter | None
@@ -111,7 +110,7 @@ class Worker:
         self._meter = Meter(self._gauge)
         self._model_meter = self._meter if settings.device == "cpu" else None
 
-    def allocate(self, generation: int, plan: Plan, roles: Mapping[Role, RoleSetup]) -> None:
+    def allocate(self, epoch: int, plan: Plan, roles: Mapping[Role, RoleSetup]) -> None:
         """Zeroed state for every model-stage of the plan that holds parameters on this device."""
         for model_stage, stage_plan in plan.stages:
             position = stage_plan.position(self.device)
@@ -119,7 +118,7 @@ class Worker:
                 continue
             setup = roles[model_stage.role]
             self.residents.allocate(
-                generation,
+                epoch,
                 model_stage,
                 setup.spec,
                 stage_plan.layout,
@@ -127,14 +126,14 @@ class Worker:
                 state_dtypes(setup.dtype, trains=model_stage.stage is Stage.TRAINING),
             )
 
-    def seat(self, generation: int, plan: Plan, roles: Mapping[Role, RoleSetup], nodes: Mapping[int, str]) -> None:
-        """Join the groups of a plan generation; every device of the plan calls it at the same time."""
+    def seat(self, epoch: int, plan: Plan, roles: Mapping[Role, RoleSetup], nodes: Mapping[int, str]) -> None:
+        """Join the groups of an epoch; every device of the plan calls it at the same time."""
         backend: BackendName = "nccl" if self._settings.device == "cuda" else "gloo"
         for model_stage, stage_plan in plan.stages:
             if stage_plan.position(self.device) is None:
                 continue
             setup = roles[model_stage.role]
-            specs = rank_group_specs(setup.spec, model_stage, stage_plan, self.device, generation=generation)
+            specs = rank_group_specs(setup.spec, model_stage, stage_plan, self.device, epoch=epoch)
             trains = model_stage.stage is Stage.TRAINING
             groups = join_groups(
                 specs,
@@ -147,31 +146,31 @@ class Worker:
                 nodes=nodes,
             )
             holder = plan.holder(model_stage)
-            state = self.residents.state(generation, holder)
-            self._seats[generation, model_stage] = Seat(holder, state, groups, setup, self._model_meter)
+            state = self.residents.state(epoch, holder)
+            self._seats[epoch, model_stage] = Seat(holder, state, groups, setup, self._model_meter)
 
-    def load(self, generation: int) -> None:
-        """Fill the parameters of a generation from each role's folder, reading only this rank's boxes."""
+    def load(self, epoch: int) -> None:
+        """Fill the parameters of an epoch from each role's folder, reading only this rank's boxes."""
         for (of, model_stage), seat in self._seats.items():
-            if of == generation and self.residents.holds(generation, model_stage):
+            if of == epoch and self.residents.holds(epoch, model_stage):
                 load_unit(seat.setup.folder, seat.setup.spec, seat.state, fresh_score=seat.setup.fresh_head)
 
-    def save(self, generation: int, model_stage: ModelStage, folder: Path) -> SavedState:
+    def save(self, epoch: int, model_stage: ModelStage, folder: Path) -> SavedState:
         """Write the state this device holds of a model-stage into a checkpoint's folder."""
-        state = self.residents.state(generation, model_stage)
+        state = self.residents.state(epoch, model_stage)
         return SavedState(save_rank(folder, model_stage, state), {model_stage.name: state.counters})
 
-    def restore(self, generation: int, folder: Path, manifest: Manifest) -> None:
-        """Fill the trained state of a generation from a checkpoint, whatever layout it was saved under."""
+    def restore(self, epoch: int, folder: Path, manifest: Manifest) -> None:
+        """Fill the trained state of an epoch from a checkpoint, whatever layout it was saved under."""
         for of, model_stage in self._seats:
-            if of == generation and model_stage.stage is Stage.TRAINING:
-                restore_rank(folder, manifest, model_stage, self.residents.state(generation, model_stage))
+            if of == epoch and model_stage.stage is Stage.TRAINING:
+                restore_rank(folder, manifest, model_stage, self.residents.state(epoch, model_stage))
 
     def generate(
-        self, generation: int, model_stage: ModelStage, requests: Sequence[Request], params: SamplingParams
+        self, epoch: int, model_stage: ModelStage, requests: Sequence[Request], params: SamplingParams
     ) -> tuple[list[Completion], int] | None:
         """The unit's completions and their policy version, on the rank that reports."""
-        seat = self._seat(generation, model_stage)
+        seat = self._seat(epoch, model_stage)
         if seat.generator is None:
             seat.generator = Generator(
                 seat.inference_model(),
@@ -185,22 +184,18 @@ class Worker:
         seat.generator.release()  # what runs next on this device needs the cache's memory
         return (completions, seat.state.counters.version) if seat.reports else None
 
-    def output(
-        self, generation: int, model_stage: ModelStage, batch: RolloutBatch, kind: OutputKind
-    ) -> torch.Tensor | None:
+    def output(self, epoch: int, model_stage: ModelStage, batch: RolloutBatch, kind: OutputKind) -> torch.Tensor | None:
         """Forward only over the unit's share: [T] or [N] in its order, on the rank that reports."""
-        seat = self._seat(generation, model_stage)
+        seat = self._seat(epoch, model_stage)
         model = seat.inference_model()
         pipeline = Pipeline(model, seat.groups.pp)
         setup, local = seat.setup, batch.to(self._settings.device)
         result = score(model, pipeline, local, kind, micro_batch=setup.micro_batch, temperature=setup.temperature)
         return result.cpu() if result is not None and seat.reports else None
 
-    def update(
-        self, generation: int, model_stage: ModelStage, batch: RolloutBatch, objective: Objective
-    ) -> UpdateResult:
+    def update(self, epoch: int, model_stage: ModelStage, batch: RolloutBatch, objective: Objective) -> UpdateResult:
         """This rank's part in one update of the model-stage."""
-        seat = self._seat(generation, model_stage)
+        seat = self._seat(epoch, model_stage)
         if seat.trainer is None:
             assert seat.setup.optimizer is not None, f"{model_stage} has no optimizer"
             seat.trainer = Trainer(
@@ -216,10 +211,10 @@ class Worker:
         except UpdateAborted as error:
             raise UpdateAborted(f"worker {self.device}, update of {model_stage}: {error}") from error
 
-    def _seat(self, generation: int, model_stage: ModelStage) -> Seat:
+    def _seat(self, epoch: int, model_stage: ModelStage) -> Seat:
         """The seat with the state it computes on now: a refill after an abort puts another in its place."""
-        seat = self._seats[generation, model_stage]
-        state = self.residents.state(generation, seat.holder)
+        seat = self._seats[epoch, model_stage]
+        state = self.residents.state(epoch, seat.holder)
         if state is not seat.state:
             seat.drop_engines()
             seat.state = state
@@ -239,7 +234,7 @@ class Worker:
 
     @property
     def seats(self) -> tuple[tuple[int, ModelStage], ...]:
-        """(generation, model-stage) of every seat, in the order they were taken."""
+        """(epoch, model-stage) of every seat, in the order they were taken."""
         return tuple(self._seats)
 
     def prepare(self, order: DeviceOrder) -> Export | None:
@@ -262,17 +257,17 @@ class Worker:
                 seat.drop_engines()
         self.residents.release(keys)
 
-    def adopt(self, generation: int, plan: Plan) -> None:
-        """Name the staged buffers of a generation."""
-        self.residents.adopt(generation, plan)
+    def adopt(self, epoch: int, plan: Plan) -> None:
+        """Name the staged buffers of an epoch."""
+        self.residents.adopt(epoch, plan)
 
-    def unseat(self, generation: int) -> None:
-        """Give up the groups, engines and state of a generation."""
-        for key in [key for key in self._seats if key[0] == generation]:
+    def unseat(self, epoch: int) -> None:
+        """Give up the groups, engines and state of an epoch."""
+        for key in [key for key in self._seats if key[0] == epoch]:
             self._seats.pop(key).groups.close()
-        self.residents.free(generation)
+        self.residents.free(epoch)
 
     def close(self) -> None:
         """Give up everything."""
-        for generation in {key[0] for key in self._seats}:
-            self.unseat(generation)
+        for epoch in {key[0] for key in self._seats}:
+            self.unseat(epoch)

@@ -18,8 +18,8 @@ import numpy as np
 
 from nereus.cluster import Cluster
 from nereus.plan import ModelStage, Plan, Stage, StagePlan
-from nereus.transition.cost import Buffers, DeviceTable, StageState
-from nereus.transition.overlap import FloatArray, IntArray, overlap
+from nereus.shards.overlap import FloatArray, IntArray, overlap
+from nereus.transition.price import Buffers, DeviceTable, StageState
 
 
 def minimum_assignment(cost: FloatArray | IntArray) -> IntArray:
@@ -144,6 +144,14 @@ def assign(
 
     Which devices are used, which places share a node and which model-stages share weights stays as it was.
     """
+    found = _assigned(current.placed, target.placed, states=states, table=table, cluster=cluster)
+    return Plan.of({m: dataclasses.replace(stage_plan, units=found[m].units) for m, stage_plan in target.stages})
+
+
+def _assigned(
+    current: Plan, target: Plan, *, states: Mapping[ModelStage, StageState], table: DeviceTable, cluster: Cluster
+) -> Plan:
+    """`assign` of plans without settings."""
     if current == target:
         return target
     target = _trade_nodes(current, target, states=states, table=table, cluster=cluster)

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from nereus.plan import Layout, ModelStage, Plan
-from nereus.transition.chain import Step
-from nereus.transition.cost import Buffers, DeviceTable, StageState
+from nereus.shards.overlap import IntArray
 from nereus.transition.diff import holding_stages
-from nereus.transition.overlap import IntArray
-from nereus.transition.primitives import Primitive, Unit
+from nereus.transition.operations import Primitive, Unit
+from nereus.transition.price import Buffers, DeviceTable, StageState
+from nereus.transition.steps import Step
 
 Pool = list[dict[int, int | None]]
 """For every rank of a layout: the devices that hold it, each with the operation that built it (None: was there)."""

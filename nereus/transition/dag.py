@@ -12,10 +12,10 @@ them beforehand.
 from collections.abc import Iterable, Mapping
 
 from nereus.plan import ModelStage, Plan
-from nereus.transition.cost import Buffers, DeviceTable, Rates, StageState
 from nereus.transition.diff import Held, diff_held
 from nereus.transition.in_place import in_place_dag
-from nereus.transition.primitives import Infeasible, Mode, TransitionDag
+from nereus.transition.operations import Infeasible, Mode, TransitionDag
+from nereus.transition.price import Buffers, DeviceTable, Rates, StageState
 from nereus.transition.shadow import shadow_dag
 
 

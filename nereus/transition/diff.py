@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from nereus.plan import MODEL_STAGES, ModelStage, Plan, Stage, StagePlan
-from nereus.transition.cost import NO_BUFFERS, Buffers, StageState
-from nereus.transition.overlap import BoolArray
-from nereus.transition.primitives import Infeasible, Unit
+from nereus.shards.overlap import BoolArray
+from nereus.transition.operations import Infeasible, Unit
+from nereus.transition.price import NO_BUFFERS, Buffers, StageState
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -77,8 +77,9 @@ class Held:
 
 def holding_stages(plan: Plan) -> dict[ModelStage, StagePlan]:
     """The model-stages of a plan that hold units of their own; the others use those of training in place."""
-    training = {m.role: stage_plan for m, stage_plan in plan.stages if m.stage is Stage.TRAINING}
-    return {m: held for m, held in plan.stages if m.stage is Stage.TRAINING or training.get(m.role) != held}
+    stages = plan.placed.stages  # settings move nothing
+    training = {m.role: stage_plan for m, stage_plan in stages if m.stage is Stage.TRAINING}
+    return {m: held for m, held in stages if m.stage is Stage.TRAINING or training.get(m.role) != held}
 
 
 def diff(

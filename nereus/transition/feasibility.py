@@ -13,11 +13,11 @@ import collections
 import functools
 from collections.abc import Iterable, Mapping
 
-from nereus.boxes import flat_numel
 from nereus.model import ModelSpec
 from nereus.plan import Layout, ModelStage, Plan
-from nereus.transition.cost import DeviceTable, StageState, readable_bytes
-from nereus.transition.primitives import Feasible, Infeasible, Operation, Primitive, TransitionDag
+from nereus.shards.boxes import flat_numel
+from nereus.transition.operations import Feasible, Infeasible, Operation, Primitive, TransitionDag
+from nereus.transition.price import DeviceTable, StageState, readable_bytes
 
 Buffer = tuple[ModelStage, Layout, int]
 """(model-stage, layout, rank): what one device holds of one model-stage."""

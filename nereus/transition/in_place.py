@@ -19,14 +19,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from nereus.plan import ModelStage, Plan, Stage
-from nereus.transition.chain import Step, destroy_step, offload_step, unit_step
+from nereus.shards.overlap import IntArray
 from nereus.transition.copies import Copies, Source
-from nereus.transition.cost import Buffers, DeviceTable, Rates, StageState, readable_bytes
 from nereus.transition.diff import Change
-from nereus.transition.overlap import IntArray
-from nereus.transition.place import Placer
-from nereus.transition.primitives import Infeasible, Mode, Primitive, TransitionDag, Unit
-from nereus.transition.reorder import Piece, shortest_order
+from nereus.transition.in_place_order import Piece, shortest_order
+from nereus.transition.operations import Infeasible, Mode, Primitive, TransitionDag, Unit
+from nereus.transition.price import Buffers, DeviceTable, Rates, StageState, readable_bytes
+from nereus.transition.schedule import DagBuilder
+from nereus.transition.steps import Step, destroy_step, offload_step, unit_step
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -83,12 +83,12 @@ def in_place_dag(
             builder = _Builder(copies, [_Work.of(change) for change in changes], table, rates)
             outcome = builder.build(release_early=release_early, stages_in_host=stages_in_host)
             if outcome is None:
-                return _place(Placer(current, target, Mode.IN_PLACE), builder.pieces, used, table)
+                return _place(DagBuilder(current, target, Mode.IN_PLACE), builder.pieces, used, table)
             refusal = outcome
     return refusal
 
 
-def _place(placer: Placer, pieces: Sequence[Piece], used: IntArray, table: DeviceTable) -> TransitionDag:
+def _place(dag_builder: DagBuilder, pieces: Sequence[Piece], used: IntArray, table: DeviceTable) -> TransitionDag:
     """Order the pieces and give them their ids and edges. `used`: bytes held before the first."""
     staged = sum(piece.step.primitive is Primitive.OFFLOAD for piece in pieces)
     order: Sequence[int] = range(len(pieces))
@@ -100,10 +100,10 @@ def _place(placer: Placer, pieces: Sequence[Piece], used: IntArray, table: Devic
         step, new = pieces[index].step, pieces[index].step.acquires
         lacking = unreleased[new.devices] + pieces[index].acquired_bytes - table.limit_bytes[new.devices]
         needed = freed_on.that_free(new.devices, lacking)
-        ids[index] = placer.add(step, local=tuple(ids[i] for i in pieces[index].after), resource=needed)
+        ids[index] = dag_builder.add(step, local=tuple(ids[i] for i in pieces[index].after), resource=needed)
         unreleased[new.devices] += pieces[index].acquired_bytes
         freed_on.add(ids[index], step.releases.devices, pieces[index].freed_bytes)
-    return placer.dag()
+    return dag_builder.dag()
 
 
 class _Freed:

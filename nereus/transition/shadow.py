@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from nereus.plan import ModelStage, Plan
-from nereus.transition.chain import Step, building_steps, destroy_step
-from nereus.transition.cost import Buffers, DeviceTable, Rates, StageState, readable_bytes
+from nereus.shards.overlap import BoolArray, IntArray
 from nereus.transition.diff import Change, Held
-from nereus.transition.order import Job, best_order
-from nereus.transition.overlap import BoolArray, IntArray
-from nereus.transition.place import Placer
-from nereus.transition.primitives import Infeasible, Mode, TransitionDag
+from nereus.transition.operations import Infeasible, Mode, TransitionDag
+from nereus.transition.price import Buffers, DeviceTable, Rates, StageState, readable_bytes
+from nereus.transition.schedule import DagBuilder, Job, best_order
+from nereus.transition.steps import Step, building_steps, destroy_step
 
 
 def bytes_in_use(held: Held, states: Mapping[ModelStage, StageState], table: DeviceTable) -> IntArray:
@@ -49,17 +48,17 @@ def shadow_dag(
     problem = _overfull([steps[i] for i in order], bytes_in_use(held, states, table), states, table)
     if problem is not None:
         return problem
-    placer = Placer(current, target, Mode.SHADOW)
+    dag_builder = DagBuilder(current, target, Mode.SHADOW)
     last: dict[int, int] = {}
     readers: dict[ModelStage, list[int]] = {}
     for index in order:
         before = (last[owner[index]],) if owner[index] in last else ()
-        last[owner[index]] = placer.add(steps[index], local=before)
+        last[owner[index]] = dag_builder.add(steps[index], local=before)
         readers.setdefault(steps[index].source_stage, []).append(last[owner[index]])
     for i in _in_rounds([row[len(steps) :] for row in shared[len(steps) :]]):
         built = (last[freeing[i]],) if freeing[i] in last else ()
-        placer.add(destroys[i], local=(*built, *readers.get(destroys[i].model_stage, ())))
-    return placer.dag()
+        dag_builder.add(destroys[i], local=(*built, *readers.get(destroys[i].model_stage, ())))
+    return dag_builder.dag()
 
 
 def _overfull(

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from nereus.algorithms.schedule import LearningRate
-from nereus.config import OptimizerConfig
+from nereus.algorithms.learning_rate import LearningRate
+from nereus.recipe.config import OptimizerConfig
 
 
 def rates(rate: LearningRate, num: int) -> list[float]:

@@ -11,8 +11,8 @@ from nereus.algorithms.advantages import KL_ESTIMATORS
 from nereus.algorithms.losses import Aggregation
 from nereus.algorithms.objectives import PolicyObjective, ValueObjective
 from nereus.algorithms.ppo import PPO, PPOSettings, cut_mini_batches, global_permutation
-from nereus.config import parse_config
 from nereus.plan import Role
+from nereus.recipe.config import parse_config
 
 
 def ppo(**changes: object) -> PPO:

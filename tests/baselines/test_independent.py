@@ -11,15 +11,15 @@ from movers import ThreadMovers, assert_holds
 
 from nereus.baselines.independent import IndependentMigration, Outcome, Room, local_chain
 from nereus.cluster import ACCELERATORS, uniform_cluster
-from nereus.engines.state import StateKind
 from nereus.model import Head, ModelSpec
+from nereus.moving.commands import StageKinds
+from nereus.moving.executor import Execution
 from nereus.plan import ACTOR_TRAINING, CRITIC_TRAINING, Layout, ModelStage, Plan, StagePlan
-from nereus.transition.cost import DeviceTable, Rates, StageState
+from nereus.shards.state import StateKind
 from nereus.transition.dag import build_dag
-from nereus.transition.executor import Execution
 from nereus.transition.feasibility import check_feasible
-from nereus.transition.orders import StageKinds
-from nereus.transition.primitives import Feasible, Infeasible, Mode, Primitive, TransitionDag
+from nereus.transition.operations import Feasible, Infeasible, Mode, Primitive, TransitionDag
+from nereus.transition.price import DeviceTable, Rates, StageState
 
 SPEC = ModelSpec("llama", 4, 64, 8, 4, 8, 176, 500)
 FP32 = tuple((kind, torch.float32) for kind in (StateKind.PARAM, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ))
@@ -59,7 +59,7 @@ def movers() -> Iterator[ThreadMovers]:
 def migrate(movers: ThreadMovers, launch_s: dict[ModelStage, float], *, timeout_s: float = 60.0) -> Outcome:
     movers.fill(0, CURRENT, KINDS)
     return IndependentMigration(
-        movers, CURRENT, TARGET, states=KINDS, limit_bytes=LIMIT_BYTES, generation=1, launch_s=launch_s,
+        movers, CURRENT, TARGET, states=KINDS, limit_bytes=LIMIT_BYTES, epoch=1, launch_s=launch_s,
         timeout_s=timeout_s,
     ).run()  # fmt: skip
 
@@ -86,7 +86,7 @@ def test_one_global_order_comes_through_in_the_same_memory(movers: ThreadMovers)
     dag = build_dag(CURRENT, TARGET, states=STATES, table=table(LIMIT_BYTES), rates=Rates.of(CLUSTER))
     assert not isinstance(dag, Infeasible) and dag.resource_edges
     movers.fill(0, CURRENT, KINDS)
-    Execution(dag, movers, states=KINDS, generation=1).run(lambda: None)
+    Execution(dag, movers, states=KINDS, epoch=1).run(lambda: None)
     check_moved(movers)
 
 

@@ -5,22 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from nereus.boxes import shards
 from nereus.checkpoint.store import CheckpointStore, Manifest, restore_rank, save_rank
-from nereus.engines.state import Counters, StateKind, UnitState, shard_view, state_dtypes, zeros_on
 from nereus.errors import CheckpointError
 from nereus.model import ModelSpec
 from nereus.plan import ACTOR_TRAINING, Layout
+from nereus.shards.boxes import shards
+from nereus.shards.state import Counters, RankState, StateKind, shard_view, state_dtypes, zeros_on
 
 SPEC = ModelSpec("qwen2", 5, 56, 28, 4, 2, 60, 101, tied=True, qkv_bias=True)
 
 
-def filled(layout: Layout) -> list[UnitState]:
+def filled(layout: Layout) -> list[RankState]:
     """The ranks of a unit whose every logical element has a value of its own."""
     states = []
     for rank in range(layout.num_ranks):
         dtypes = state_dtypes(torch.bfloat16, trains=True)
-        state = UnitState.allocate(SPEC, layout, rank, dtypes=dtypes, allocator=zeros_on(torch.device("cpu")))
+        state = RankState.allocate(SPEC, layout, rank, dtypes=dtypes, allocator=zeros_on(torch.device("cpu")))
         for kind, flat in state.flats.items():
             generator = torch.Generator().manual_seed(len(kind))
             for param in SPEC.params:
@@ -50,7 +50,7 @@ def test_state_saved_under_one_layout_is_bitwise_the_same_under_another(
     folder, manifest, problems = store.latest()
     assert manifest.step == 3 and problems == []
     for wanted in filled(restored):
-        state = UnitState.allocate(
+        state = RankState.allocate(
             SPEC,
             restored,
             wanted.rank,

@@ -8,14 +8,14 @@ import torch
 import transformers
 from engine_builders import make_twin, spec_of
 
-from nereus.boxes import Box
 from nereus.checkpoint.hf import hf_config, init_folder, init_tensors, init_unit, load_unit, save_folder
 from nereus.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, check_folder, read_folder
 from nereus.data.tokenizers import byte_tokenizer, load_tokenizer
-from nereus.engines.state import StateKind, UnitState, state_dtypes, zeros_on
 from nereus.errors import ModelError
 from nereus.model import Head, ModelSpec
 from nereus.plan import Layout
+from nereus.shards.boxes import Box
+from nereus.shards.state import RankState, StateKind, state_dtypes, zeros_on
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 LAYOUTS = (Layout(1, 1), Layout(2, 1), Layout(4, 2), Layout(8, 5), Layout(1, 3))
@@ -30,12 +30,12 @@ def saved(folder: Path, family: str, *, head: Head = Head.LM, shard: str = "20KB
     return twin
 
 
-def state_of(spec: ModelSpec, layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> UnitState:
+def state_of(spec: ModelSpec, layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> RankState:
     dtypes = state_dtypes(dtype, trains=True)
-    return UnitState.allocate(spec, layout, rank, dtypes=dtypes, allocator=zeros_on(torch.device("cpu")))
+    return RankState.allocate(spec, layout, rank, dtypes=dtypes, allocator=zeros_on(torch.device("cpu")))
 
 
-def assert_holds(state: UnitState, whole: dict[str, torch.Tensor]) -> None:
+def assert_holds(state: RankState, whole: dict[str, torch.Tensor]) -> None:
     """Every box of the rank equals the same box cut from the whole tensor."""
     for shard in state.shards:
         expected = whole[shard.param.name][shard.box.within(Box.whole(shard.param.shape))]

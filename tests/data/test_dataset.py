@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from nereus.config import RunConfig, load_config, parse_config
 from nereus.data.dataset import check_vocab, load_data
 from nereus.data.tokenizers import byte_tokenizer
 from nereus.errors import DataError
+from nereus.examples.chain_sum.answers import taught_answer
+from nereus.recipe.config import RunConfig, load_config, parse_config
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
@@ -23,7 +24,7 @@ def from_file(folder: Path, *texts: str, **data: Any) -> RunConfig:
 
 
 def test_the_quickstarts_data_are_as_its_design_says() -> None:
-    data = load_data(load_config(RECIPE, ["data.train.size=3000"]))
+    data = load_data(load_config(RECIPE, ["data.train.size=3000"]), answer=taught_answer)
     assert 340 <= data.tokenizer.vocab_size <= 384
     assert len(data.train) == 3000 and len(data.val) == 400
     assert not {prompt.text for prompt in data.train} & {prompt.text for prompt in data.val}

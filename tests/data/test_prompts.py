@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nereus.config import DataSource
 from nereus.data.prompts import PromptOrder, Row, held_out, read_rows, tokenize
 from nereus.data.tokenizers import byte_tokenizer, load_tokenizer
 from nereus.errors import DataError
+from nereus.recipe.config import DataSource
 
 
 def question(text: Any, **columns: Any) -> dict[str, Any]:

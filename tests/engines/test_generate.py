@@ -11,13 +11,13 @@ from engine_builders import load_state
 from support import StoreFactory, run_threads
 from test_sampling import python_choice
 
+from nereus.comm.groups import Group, build_group
 from nereus.engines.generate import Completion, Generator, Request
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.transformer import PackedAttention, Packing, Rope, StageModel
 from nereus.errors import InputError
 from nereus.model import Llama3RopeScaling, ModelSpec
 from nereus.plan import Layout
-from nereus.runtime.groups import Group, build_group
 
 CPU = torch.device("cpu")
 LLAMA = ModelSpec("llama", 4, 32, 4, 2, 8, 48, 37, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 16))

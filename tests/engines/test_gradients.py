@@ -12,8 +12,7 @@ from nereus.algorithms.buffer import RolloutBatch
 from nereus.algorithms.objectives import BernoulliRewardObjective, PolicyObjective, ValueObjective
 from nereus.engines.train import AdamW
 from nereus.model import Head
-from nereus.plan import Layout
-from nereus.planner.memory import Recompute
+from nereus.plan import Layout, Recompute
 
 FULL, SELECTIVE = Recompute.FULL, Recompute.SELECTIVE
 LENGTHS = (9, 21, 1, 14, 0, 30, 5)

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from nereus.algorithms.buffer import RolloutBatch
 from nereus.algorithms.types import OutputKind
+from nereus.engines.infer import compute_outputs, score
 from nereus.engines.pipeline import MicroBatch, Pipeline
-from nereus.engines.score import compute_outputs, score
 from nereus.engines.transformer import StageModel
 from nereus.errors import ModelError
 from nereus.model import Head

@@ -11,13 +11,13 @@ from nereus.algorithms.base import Objective
 from nereus.algorithms.buffer import RolloutBatch
 from nereus.algorithms.objectives import LikelihoodObjective
 from nereus.algorithms.types import OutputKind, Outputs
+from nereus.engines.infer import score
 from nereus.engines.pipeline import MicroBatch, Pipeline
-from nereus.engines.score import score
-from nereus.engines.state import StateKind, UnitState
 from nereus.engines.train import AdamW, Trainer
 from nereus.engines.transformer import Attend, Rope, StageModel
 from nereus.errors import UpdateAborted
 from nereus.plan import Layout
+from nereus.shards.state import RankState, StateKind
 
 OPTIMIZER = AdamW(learning_rate=lambda updates: 1e-2)
 
@@ -98,7 +98,7 @@ def with_bad_token(batch: RolloutBatch) -> RolloutBatch:
     return batch.with_columns(tokens=tokens)
 
 
-def bitwise(state: UnitState) -> dict[StateKind, torch.Tensor]:
+def bitwise(state: RankState) -> dict[StateKind, torch.Tensor]:
     return {kind: flat.clone() for kind, flat in state.flats.items()}
 
 
@@ -156,10 +156,10 @@ def test_every_rank_aborts_an_update_in_which_one_failed_and_can_do_it_again(
 
 def two_updates(
     weights: dict[str, torch.Tensor], batch: RolloutBatch, objective: Objective
-) -> Callable[[Place], UnitState]:
+) -> Callable[[Place], RankState]:
     """What a single rank holds after two updates with no failure between them."""
 
-    def run(place: Place) -> UnitState:
+    def run(place: Place) -> RankState:
         state = load_state(place.spec, place.layout, place.rank, weights, dtype=torch.float64, trains=True)
         trainer = Trainer(state, place.groups, OPTIMIZER)
         for _ in range(2):

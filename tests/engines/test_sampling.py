@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import StoreFactory, run_threads
 
+from nereus.comm.groups import Group, build_group
 from nereus.engines.sampling import (
     Sampler,
     SamplingParams,
@@ -20,7 +21,6 @@ from nereus.engines.sampling import (
     token_keys,
 )
 from nereus.errors import InputError
-from nereus.runtime.groups import Group, build_group
 
 CPU = torch.device("cpu")
 WORD = (1 << 64) - 1

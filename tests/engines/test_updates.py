@@ -19,9 +19,9 @@ from nereus.algorithms.base import Objective
 from nereus.algorithms.buffer import RolloutBatch
 from nereus.algorithms.objectives import LikelihoodObjective
 from nereus.algorithms.types import OutputKind, Outputs
-from nereus.engines.state import Counters, StateKind
 from nereus.engines.train import AdamW, Trainer
 from nereus.plan import Layout
+from nereus.shards.state import Counters, StateKind
 
 
 @dataclasses.dataclass(frozen=True)

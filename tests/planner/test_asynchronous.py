@@ -8,7 +8,7 @@ from instances import random_problem
 from nereus.plan import ACTOR_GENERATION
 from nereus.planner.api import plan, price_choice, problem_for
 from nereus.planner.evaluate import generates_apart, price
-from nereus.planner.search import Choice, search
+from nereus.planner.search.optimum import Choice, search
 
 
 def asynchronous(problem):

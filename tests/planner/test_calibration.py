@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.cluster import Accelerator, Link
-from nereus.planner.calibration import FACTOR_BOUNDS, Calibration, prior_line
-from nereus.planner.operations import KEYS, Op, key_name, parse_key
+from nereus.engine_facts import Op
+from nereus.planner.prices.calibration import FACTOR_BOUNDS, Calibration, prior_line
+from nereus.planner.prices.operations import KEYS, key_name, parse_key
 
 PEAK = 989e12
 

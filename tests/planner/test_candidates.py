@@ -8,14 +8,14 @@ import pytest
 from instances import random_problem, tiny_spec
 
 from nereus.cluster import ACCELERATORS, Cluster, Device, Link, parse_cluster, uniform_cluster
-from nereus.models import load_spec
-from nereus.plan import ACTOR_TRAINING, REFERENCE_INFERENCE, Layout, Stage
+from nereus.known_models import load_spec
+from nereus.plan import ACTOR_TRAINING, REFERENCE_INFERENCE, Layout, Recompute, Stage
 from nereus.planner.api import problem_for
-from nereus.planner.candidates import RECOMPUTES, Candidate, Candidates, best_settings
-from nereus.planner.cost import Span
-from nereus.planner.memory import Recompute, stage_memory
-from nereus.planner.placement import Line
-from nereus.planner.space import Space
+from nereus.planner.prices.cost import Span
+from nereus.planner.prices.memory import stage_memory
+from nereus.planner.space.candidates import RECOMPUTES, Candidate, Candidates, best_settings
+from nereus.planner.space.layouts import Space
+from nereus.planner.space.line import Line
 from nereus.planner.workload import Lengths
 
 LENGTHS = Lengths(tuple(float(100 + 60 * i) for i in range(40)))

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.cluster import ACCELERATORS, Link, parse_cluster, uniform_cluster
+from nereus.engine_facts import Op, causal_pairs
+from nereus.known_models import MODELS
 from nereus.model import Head
-from nereus.models import MODELS
 from nereus.plan import (
     ACTOR_GENERATION,
     ACTOR_TRAINING,
@@ -15,27 +16,13 @@ from nereus.plan import (
     CRITIC_TRAINING,
     REFERENCE_INFERENCE,
     Layout,
+    Recompute,
 )
-from nereus.planner.calibration import Calibration
-from nereus.planner.cost import (
-    BUBBLE,
-    CostModel,
-    Span,
-    _pipeline_pass,
-    pipeline_basis,
-    segments,
-)
-from nereus.planner.memory import BF16, FP32, Recompute
-from nereus.planner.operations import (
-    Op,
-    Shape,
-    Tokens,
-    causal_pairs,
-    decode_step,
-    layer_backward,
-    layer_forward,
-)
-from nereus.planner.workload import Lengths, Workload
+from nereus.planner.prices.calibration import Calibration
+from nereus.planner.prices.cost import BUBBLE, CostModel, Span, _pipeline_pass, pipeline_basis
+from nereus.planner.prices.memory import BF16, FP32
+from nereus.planner.prices.operations import Shape, Tokens, decode_step, layer_backward, layer_forward
+from nereus.planner.workload import Lengths, Workload, segments
 from nereus.workflow import workflow_for
 
 LLAMA = MODELS["llama-3.1-8b"]

@@ -5,12 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nereus.boxes import flat_numel
+from nereus.comm.groups import Group
 from nereus.engines.cache import KvCache
-from nereus.engines.state import StateKind, UnitState, zeros_on
 from nereus.engines.transformer import StageModel
+from nereus.known_models import MODELS
 from nereus.model import Head, ModelSpec
-from nereus.models import MODELS
 from nereus.plan import (
     ACTOR_GENERATION,
     ACTOR_TRAINING,
@@ -18,11 +17,11 @@ from nereus.plan import (
     REFERENCE_INFERENCE,
     REWARD_INFERENCE,
     Layout,
+    Recompute,
 )
-from nereus.planner.memory import (
+from nereus.planner.prices.memory import (
     BF16,
     FP32,
-    Recompute,
     cache_heads,
     layer_bytes_per_token,
     rank_memory,
@@ -30,7 +29,8 @@ from nereus.planner.memory import (
     state_numel,
 )
 from nereus.planner.workload import Lengths, Workload
-from nereus.runtime.groups import Group
+from nereus.shards.boxes import flat_numel
+from nereus.shards.state import RankState, StateKind, zeros_on
 
 TINY = ModelSpec(
     family="qwen3", num_layers=5, hidden=64, num_heads=12, num_kv_heads=4, head_dim=16, ffn=100, vocab=515, qk_norm=True
@@ -138,7 +138,7 @@ def test_stored_heads_are_those_of_the_engine_s_cache(tp, kv_heads):
     spec = dataclasses.replace(TINY, num_kv_heads=kv_heads)
     stored = []
     for rank in range(tp):
-        state = UnitState.allocate(
+        state = RankState.allocate(
             spec, Layout(tp), rank, dtypes={StateKind.PARAM: torch.float32}, allocator=zeros_on(torch.device("cpu"))
         )
         stored.append(KvCache(StageModel(state, tp=Group.single()), num_slots=1, num_columns=1).num_heads)

@@ -7,7 +7,8 @@ import enumeration
 from instances import random_cluster
 
 from nereus.cluster import ACCELERATORS, Cluster, Device, parse_cluster, uniform_cluster
-from nereus.planner.placement import Block, Line, place
+from nereus.planner.search.positions import place
+from nereus.planner.space.line import Block, Line
 
 
 def test_groups_never_cross_a_node():

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from nereus.commands.plan import plan as plan_command
 from nereus.errors import ConfigError, DataError, InputError, ModelError, PlanError
+from nereus.known_models import load_spec
 from nereus.model import Head
-from nereus.models import load_spec
 from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, CRITIC_TRAINING, Plan
 from nereus.planner.api import load_lengths, parse_plan, plan
 from nereus.planner.evaluate import price

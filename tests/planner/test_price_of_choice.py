@@ -11,10 +11,10 @@ from instances import random_cluster, random_problem
 from test_search import combine_and_enumerate
 
 from nereus.planner.api import plan, price_choice
-from nereus.planner.calibration import Calibration
-from nereus.planner.combination import Placement
-from nereus.planner.cost import CostModel
-from nereus.planner.search import Choice, search
+from nereus.planner.placement import Placement
+from nereus.planner.prices.calibration import Calibration
+from nereus.planner.prices.cost import CostModel
+from nereus.planner.search.optimum import Choice, search
 
 SEEDS = st.integers(0, 100_000)
 

@@ -10,13 +10,12 @@ import pytest
 from instances import random_problem, random_tables
 
 from nereus.cluster import ACCELERATORS, uniform_cluster
-from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, Layout
-from nereus.planner.candidates import Candidate, Candidates, best_settings
-from nereus.planner.combination import Placement
+from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, Layout, Recompute
 from nereus.planner.evaluate import price
-from nereus.planner.memory import Recompute
-from nereus.planner.placement import Line
-from nereus.planner.search import Choice, search
+from nereus.planner.placement import Placement
+from nereus.planner.search.optimum import Choice, search
+from nereus.planner.space.candidates import Candidate, Candidates, best_settings
+from nereus.planner.space.line import Line
 
 pytest.importorskip("pyscipopt")
 import planner_scip  # noqa: E402

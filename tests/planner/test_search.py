@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from instances import random_problem, random_tables
 
-from nereus.planner.candidates import Candidates
-from nereus.planner.combine import Combiner
 from nereus.planner.evaluate import price
-from nereus.planner.refusal import Refusal
-from nereus.planner.search import Choice, optimum, search
+from nereus.planner.search.branch_and_bound import Combiner
+from nereus.planner.search.optimum import Choice, optimum, search
+from nereus.planner.search.refusal import Refusal
+from nereus.planner.space.candidates import Candidates
 
 
 def capacities(line):

@@ -11,15 +11,15 @@ from faulty_pool import FaultyPool, fail, flip_a_moment
 from jobs import Rollouts, changed, make_runtime, make_setup, plan_of
 from table_outlook import TableOutlook, lengths
 
-from nereus.adaptation import Adaptation
-from nereus.control import Requests
 from nereus.controller import Clock, Controller, Course
-from nereus.decisions import Decider, Policy
-from nereus.monitor.supply import StaticSupply, SupplyView
+from nereus.decide.adaptation import Adaptation
+from nereus.decide.decider import Decider, Policy
+from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
 from nereus.plan import Plan
-from nereus.replay import recorded_decisions, replay, ruled_decisions
+from nereus.reports.control import Requests
 from nereus.reports.events import Event, Start, StepEnd, TransitionEnd, TransitionFailed
 from nereus.runtime.worker import Worker
+from nereus.supply.supply import StaticSupply, SupplyView
 
 ON_FOUR = plan_of(
     actor_generation="d2t1p1@0-1",

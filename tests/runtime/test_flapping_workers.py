@@ -10,7 +10,7 @@ from runs import Run, nereus, shared_files, survivors, tiny
 NUM_STEPS = 40
 TRACE = "time_s,devices\n0,4\n2,2\n4,6\n6,0\n13,5\n15,3\n18,6\n22,2\n26,4\n30,2\n34,5\n38,3\n"
 """None at all for seven seconds, which no step lasts."""
-MEASURED = ("timing_s/", "perf/", "plan_generation")
+MEASURED = ("timing_s/", "perf/", "plan_epoch")
 
 
 def arguments(folder: Path, cache: Path, *overrides: str) -> list[str]:

@@ -15,14 +15,14 @@ import torch
 from faulty_pool import FaultyPool, fail, flip_a_moment
 from jobs import SPEC, Rollouts, changed, gathered, make_runtime, make_setup, numbers, plan_of
 
-from nereus.boxes import flat_numel
-from nereus.engines.state import state_dtypes
 from nereus.errors import TransitionAborted
 from nereus.model import Head
+from nereus.moving.commands import BufferKey
 from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, ModelStage, Plan, Role, Stage
 from nereus.runtime.thread_pool import ThreadPool
 from nereus.runtime.worker import Worker
-from nereus.transition.orders import BufferKey
+from nereus.shards.boxes import flat_numel
+from nereus.shards.state import state_dtypes
 
 START = plan_of(
     actor_generation="d2t1p1@0-1",
@@ -163,12 +163,12 @@ def test_copies_across_nodes_and_shares_that_do_not_divide_change_nothing(folder
 
 def test_each_transition_leaves_every_tensor_and_counter_bitwise_as_it_was(folder: Path, pool: ThreadPool) -> None:
     runtime = make_runtime(make_setup(folder, Rollouts()), START, pool)
-    for generation, target in enumerate((TO_TP, TO_DP_3, TO_PP, TO_OTHERS, START)):
-        runtime.run_step(generation + 1)
-        tensors, counters = gathered(pool, runtime.plan, generation)
-        assert counters[ACTOR_TRAINING].updates == 6 * (generation + 1) == counters[ACTOR_GENERATION].version
+    for epoch, target in enumerate((TO_TP, TO_DP_3, TO_PP, TO_OTHERS, START)):
+        runtime.run_step(epoch + 1)
+        tensors, counters = gathered(pool, runtime.plan, epoch)
+        assert counters[ACTOR_TRAINING].updates == 6 * (epoch + 1) == counters[ACTOR_GENERATION].version
         runtime.transition(target)
-        moved, moved_counters = gathered(pool, target, generation + 1)
+        moved, moved_counters = gathered(pool, target, epoch + 1)
         assert moved.keys() == tensors.keys() and moved_counters == counters
         assert all(torch.equal(moved[key], tensors[key]) for key in moved)
         assert_holds_exactly(pool, target)
@@ -186,7 +186,7 @@ def assert_holds_exactly(pool: ThreadPool, plan: Plan) -> None:
         keys, seats, num_bytes = pool.call(device, inventory).result(30)
         assert keys == expected
         assert {stage for _, stage in seats} == {stage for stage, of in plan.stages if device in of.devices}
-        assert len({generation for generation, _ in seats}) == 1
+        assert len({epoch for epoch, _ in seats}) == 1
         sizes = [state_bytes(key) for key in expected]
         assert sum(sizes) == num_bytes
 
@@ -224,7 +224,7 @@ def resources(pool: ThreadPool) -> dict[str, object]:
         ((4, "prepare"), fail, "no memory"),
         ((1, "move"), fail, "no memory"),
         ((5, "after move"), flip_a_moment, "exp_avg_sq"),
-        ((2, "seat"), come_late, "group g1/"),
+        ((2, "seat"), come_late, "group e1/"),
         ((3, "seat"), fail, "no memory"),
     ],
     ids=["no memory", "raises in move", "digest differs", "late at a group", "raises at its seat"],

@@ -11,11 +11,11 @@ from jobs import SPEC, Rollouts, gathered, make_setup, numbers, plan_of
 
 from nereus.cluster import Cluster
 from nereus.errors import TransitionAborted
+from nereus.moving.executor import OperationEnd
 from nereus.plan import Layout
 from nereus.runtime.live import LiveRuntime
 from nereus.runtime.thread_pool import ThreadPool
-from nereus.transition.cost import StageState
-from nereus.transition.executor import OperationEnd
+from nereus.transition.price import StageState
 
 HERE = plan_of(
     actor_generation="d1t1p1@0",

@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import SPEC
 
+from nereus.comm.groups import GroupSpec
 from nereus.plan import ACTOR_TRAINING, Layout, StagePlan
-from nereus.runtime.groups import GroupSpec
 from nereus.runtime.ranks import RankGroupSpecs, rank_group_specs
 
 TIED = dataclasses.replace(SPEC, tied=True)
 NAMES = ("tp", "pp", "dp", "tie", "all")
 
 
-def specs_of(plan: StagePlan, *, tied: bool = False, generation: int = 0) -> dict[int, RankGroupSpecs]:
+def specs_of(plan: StagePlan, *, tied: bool = False, epoch: int = 0) -> dict[int, RankGroupSpecs]:
     spec = TIED if tied else SPEC
-    return {d: rank_group_specs(spec, ACTOR_TRAINING, plan, d, generation=generation) for d in plan.devices}
+    return {d: rank_group_specs(spec, ACTOR_TRAINING, plan, d, epoch=epoch) for d in plan.devices}
 
 
 @settings(deadline=None, max_examples=60)
@@ -61,11 +61,11 @@ def test_the_middle_of_a_pipeline_takes_no_part_in_tied_embeddings() -> None:
 
 def test_two_generations_share_no_name() -> None:
     plan = StagePlan.of(Layout(tp=2, pp=2), range(4))
-    old, new = specs_of(plan, generation=3), specs_of(plan, generation=4)
+    old, new = specs_of(plan, epoch=3), specs_of(plan, epoch=4)
     names = [{getattr(of, name).name for of in specs.values() for name in NAMES} for specs in (old, new)]
     assert not names[0] & names[1]
 
 
 def test_a_device_outside_the_plan_has_no_groups() -> None:
     with pytest.raises(AssertionError, match="device 9 has no part"):
-        rank_group_specs(SPEC, ACTOR_TRAINING, StagePlan.of(Layout(), [0]), 9, generation=0)
+        rank_group_specs(SPEC, ACTOR_TRAINING, StagePlan.of(Layout(), [0]), 9, epoch=0)

@@ -53,7 +53,7 @@ def test_a_recipe_with_all_four_models_trains_and_moves_on_four_workers(tmp_path
     assert all(
         f"timing_s/{name}" in steps[-1] for name in ("reward-inference", "reference-inference", "actor-training")
     )
-    assert [row["plan_generation"] for row in steps] == [0, 0, 1]
+    assert [row["plan_epoch"] for row in steps] == [0, 0, 1]
     assert all({"actor/pg_loss", "critic/vf_loss", "train/reward/mean"} <= row.keys() for row in steps)
     moves = [event for event in events if event["type"] == "transition"]
     assert len(moves) == 1 and moves[0]["verified"] and moves[0]["bytes_moved"] == moves[0]["bytes_lower_bound"]
@@ -178,7 +178,7 @@ def test_code_reaches_the_workers_of_a_joined_cluster_through_the_runtime_enviro
     script = (
         "import ray, nereus\n"
         "from datetime import timedelta\n"
-        "from nereus.runtime.ray_runtime import RayPool, RaySettings\n"
+        "from nereus.runtime.ray_pool import RayPool, RaySettings\n"
         f"pool = RayPool(RaySettings(2, timedelta(seconds=30), address={cluster!r}))\n"
         "pool.connect()\n"
         "def where():\n    import sys\n    return [path for path in sys.path if 'py_modules' in path]\n"

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from runs import Run, nereus, tiny
 
-from nereus.config import RunConfig, parse_config
 from nereus.errors import ClusterError
-from nereus.monitor.supply import SupplyView
+from nereus.launch.training import follows_cluster, ray_settings
 from nereus.plan import Plan
-from nereus.runtime.ray_runtime import RayPool, RaySettings, RaySupply
-from nereus.runtime.slots import DRAIN_MARGIN_S
-from nereus.training import follows_cluster, ray_settings
+from nereus.recipe.config import RunConfig, parse_config
+from nereus.runtime.ray_pool import RayPool, RaySettings, RaySupply
+from nereus.supply.slots import DRAIN_MARGIN_S
+from nereus.supply.supply import SupplyView
 
 KEEPER = """
 import sys, time, ray

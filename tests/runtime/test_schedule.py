@@ -7,7 +7,7 @@ import pytest
 from jobs import plan_of
 
 from nereus.plan import CRITIC_INFERENCE, CRITIC_TRAINING, REFERENCE_INFERENCE, Plan
-from nereus.runtime.schedule import run_tasks
+from nereus.runtime.run_tasks import run_tasks
 from nereus.workflow import Task, workflow_for
 
 TASKS = workflow_for("ppo", reference=True, reward_model=True).tasks

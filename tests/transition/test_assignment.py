@@ -12,7 +12,7 @@ from nereus.cluster import uniform_cluster
 from nereus.plan import Layout, Plan, StagePlan
 from nereus.transition.assignment import assign, bytes_in_place, minimum_assignment, most_transported
 from nereus.transition.dag import build_dag
-from nereus.transition.primitives import TransitionDag
+from nereus.transition.operations import TransitionDag
 
 
 @settings(max_examples=80, deadline=None)

@@ -9,13 +9,12 @@ from plan_pairs import CPU, RATES, STATES, Pair, pairs
 
 from nereus.cluster import uniform_cluster
 from nereus.plan import ACTOR_TRAINING, CRITIC_TRAINING, Plan
-from nereus.transition.cost import Rates, lacking_elements
 from nereus.transition.dag import build_dag
 from nereus.transition.diff import diff
 from nereus.transition.feasibility import check_feasible
-from nereus.transition.order import Job, best_order, heaviest_clique, makespan
-from nereus.transition.primitives import EdgeKind, Feasible, Infeasible, Mode, Primitive, TransitionDag
-from nereus.transition.timeline import start_times, transition_seconds
+from nereus.transition.operations import EdgeKind, Feasible, Infeasible, Mode, Primitive, TransitionDag
+from nereus.transition.price import Rates, lacking_elements
+from nereus.transition.schedule import Job, best_order, heaviest_clique, makespan, start_times, transition_seconds
 
 
 def plan(**stages: str) -> Plan:

@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from plan_pairs import STATES, Pair, pairs
 
 from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, Plan
-from nereus.transition.cost import Buffers, lacking_elements
+from nereus.shards.moves import Holding, lower_bound_numel
 from nereus.transition.diff import Change, diff
-from nereus.transition.primitives import Infeasible
-from nereus.transition.reshard import Holding, lower_bound_numel
+from nereus.transition.operations import Infeasible
+from nereus.transition.price import Buffers, lacking_elements
 
 
 def plan(**stages: str) -> Plan:

@@ -10,7 +10,7 @@ from nereus.cluster import uniform_cluster
 from nereus.plan import Plan
 from nereus.transition.dag import build_dag
 from nereus.transition.feasibility import check_feasible
-from nereus.transition.primitives import Feasible, Infeasible, Mode, TransitionDag
+from nereus.transition.operations import Feasible, Infeasible, Mode, TransitionDag
 
 
 def plan(**stages: str) -> Plan:

@@ -7,13 +7,13 @@ import torch
 from movers import ThreadMovers, assert_holds, tiny_spec
 
 from nereus.cluster import ACCELERATORS, Cluster, Device
-from nereus.engines.state import StateKind
+from nereus.moving.commands import StageKinds
+from nereus.moving.executor import Execution
 from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, CRITIC_TRAINING, Layout, Plan, StagePlan
-from nereus.transition.cost import DeviceTable, Rates, StageState
+from nereus.shards.state import StateKind
 from nereus.transition.dag import build_dag
-from nereus.transition.executor import Execution
-from nereus.transition.orders import StageKinds
-from nereus.transition.primitives import Infeasible, Mode, Primitive
+from nereus.transition.operations import Infeasible, Mode, Primitive
+from nereus.transition.price import DeviceTable, Rates, StageState
 
 FP32 = tuple((kind, torch.float32) for kind in (StateKind.PARAM, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ))
 STATES = {
@@ -42,7 +42,7 @@ def table(memory_bytes: int) -> DeviceTable:
 @pytest.mark.parametrize("memory_bytes", [10**9, 60_000], ids=["ample memory", "scarce memory"])
 def test_planned_transitions_end_with_every_box_in_place(fuse: bool, memory_bytes: int) -> None:
     generator, movers = random.Random(7), ThreadMovers(8, timeout_s=20)
-    plan, generation = random_plan(generator), 0
+    plan, epoch = random_plan(generator), 0
     movers.fill(0, plan, STATES)
     states = {stage: StageState(kinds.spec, kinds.element_bytes) for stage, kinds in STATES.items()}
     rates = Rates.of(Cluster((), (ACCELERATORS["cpu"],)))
@@ -53,20 +53,20 @@ def test_planned_transitions_end_with_every_box_in_place(fuse: bool, memory_byte
         if isinstance(dag, Infeasible) or HOST & {operation.primitive for operation in dag.operations}:
             continue
         report = Execution(
-            dag, movers, states=STATES, generation=generation + 1, node_of=lambda device: f"node{device // 4}"
+            dag, movers, states=STATES, epoch=epoch + 1, node_of=lambda device: f"node{device // 4}"
         ).run(lambda: None)
-        plan, generation = target, generation + 1
+        plan, epoch = target, epoch + 1
         modes.add(dag.mode)
         seen |= {operation.primitive for operation in dag.operations}
         assert report.bytes_moved >= report.bytes_lower_bound
         if fuse and dag.mode is Mode.SHADOW:
             assert report.bytes_moved == report.bytes_lower_bound
         for stage, _ in plan.stages:
-            for unit in movers.states(generation, stage, plan).values():
+            for unit in movers.states(epoch, stage, plan).values():
                 if stage in plan and plan.holder(stage) == stage:
                     assert_holds(unit, STATES[stage], stage)
     movers.close()
     assert (Mode.IN_PLACE in modes) == (memory_bytes < 10**9)
-    assert generation >= 3 and Primitive.DESTROY in seen
+    assert epoch >= 3 and Primitive.DESTROY in seen
     if not fuse:
         assert {Primitive.SPLIT, Primitive.EXTEND, Primitive.MERGE} & seen

@@ -5,7 +5,7 @@ from plan_pairs import CPU, RATES, STATES, Pair
 from nereus.cluster import uniform_cluster
 from nereus.plan import ACTOR_TRAINING, Layout, Plan
 from nereus.transition.dag import build_dag
-from nereus.transition.primitives import Edge, EdgeKind, Load, Mode, Operation, Primitive, TransitionDag
+from nereus.transition.operations import Edge, EdgeKind, Load, Mode, Operation, Primitive, TransitionDag
 
 
 def dag_of(current: str, target: str, *, fuse: bool = True, devices: int = 8) -> TransitionDag:

@@ -1,0 +1,1 @@
+"""Stores, process groups and buffers as values. Nothing here knows plans."""

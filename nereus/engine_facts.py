@@ -1,0 +1,49 @@
+"""What the engine does that others count with: operation classes, buffers and copies. No torch in here."""
+
+import enum
+
+LOGITS_COPIES = 3
+"""fp32 tensors of [loss tokens, vocabulary / tp] alive at the peak: logits, shifted logits, probabilities. An objective
+with an entropy term keeps one more."""
+
+
+SAMPLING_COPIES = 5
+"""The same for [slots, vocabulary / tp] in generation: logits, and the noise as two 64-bit integers each. The searches
+of top-k and top-p hold more."""
+
+
+MAX_SENDS = 2
+"""Messages [T, H] of one kind on their way from a pipeline stage to the next; each is kept until it has arrived."""
+
+
+MAX_PACKED_BYTES = 16 << 20
+"""Parameters of a stage that generation copies at most, into a form that decodes faster (not in bf16)."""
+
+
+SYNC_BUCKET_BYTES = 16 << 20
+"""Bytes of one bucket of weight synchronization; a rank holds one that is sent and one that is received."""
+
+
+class Op(enum.StrEnum):
+    """Operation classes, each with its own learned efficiency. Work is in flops for the first three, else in bytes."""
+
+    GEMM = "gemm"
+    ATTENTION = "attention"
+    ATTENTION_BACKWARD = "attention_backward"
+    ATTENTION_DECODE = "attention_decode"
+    DECODE_GEMM = "decode_gemm"
+    ELEMENTWISE = "elementwise"
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    POINT_TO_POINT = "point_to_point"
+    LAUNCH = "launch"
+    GROUP_SETUP = "group_setup"
+
+
+def causal_pairs(length: float, window: int | None = None) -> float:
+    """Query-key pairs of causal attention over one sequence; a query sees at most `window` keys."""
+    if window is None or length <= window:
+        return length * length / 2
+    return window * window / 2 + (length - window) * window

@@ -1,0 +1,1 @@
+"""What the demos need and the product does not."""

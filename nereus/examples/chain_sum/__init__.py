@@ -1,0 +1,1 @@
+"""The quickstart task: sums of a few digits, worked line by line."""

@@ -1,0 +1,200 @@
+"""`nereus train`: one run from a recipe to its last evaluation, and everything it started ended again."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from nereus.cluster import Cluster
+from nereus.controller import Clock, Controller, Course
+from nereus.decide.adaptation import Adaptation
+from nereus.decide.outlook import JobShape, ModelOutlook, decider_of
+from nereus.errors import ConfigError, NoFeasiblePlan
+from nereus.launch.discovery import check_address
+from nereus.launch.job import Job, prepare_job
+from nereus.plan import Plan
+from nereus.planner.prices.calibration import Calibration
+from nereus.recipe.config import RunConfig, TransitionConfig
+from nereus.reports.control import Requests, Status
+from nereus.reports.events import (
+    Decision,
+    Evaluation,
+    Event,
+    RunFolder,
+    Start,
+    StepEnd,
+    TransitionEnd,
+    TransitionFailed,
+)
+from nereus.reports.view import View
+from nereus.runtime.live import LiveRuntime
+from nereus.runtime.ray_pool import RayPool, RaySettings, RaySupply
+from nereus.supply.supply import Supply, configured_supply
+
+GB = 10**9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What a run came to. evaluations: (step, held-out metrics), the first before any step; steps: rows of
+    `metrics.jsonl`; changes: decisions and transitions as in `events.jsonl`."""
+
+    run_dir: Path
+    evaluations: tuple[tuple[int, Mapping[str, float]], ...]
+    steps: tuple[Mapping[str, float], ...]
+    changes: tuple[Event, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run_dir": str(self.run_dir),
+            "evaluations": [{"step": step, **metrics} for step, metrics in self.evaluations],
+            "steps": list(self.steps),
+            "changes": [{"type": c.type, "step": c.step, **c.fields()} for c in self.changes],
+        }
+
+
+class _Recorder:
+    """Writes events to the run folder, shows them, and keeps what the result is made of."""
+
+    def __init__(self, folder: RunFolder, view: View, steps: int) -> None:
+        self._folder, self._view, self._steps = folder, view, steps
+        self._row: dict[str, float] = {}
+        self._step, self._plan = 0, Plan(())
+        self.evaluations: list[tuple[int, Mapping[str, float]]] = []
+        self.steps: list[Mapping[str, float]] = []
+        self.changes: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self._folder.event(event)
+        self._view.event(event)
+        if isinstance(event, Start):
+            self._plan = event.plan
+        elif isinstance(event, Evaluation):
+            self.evaluations.append((event.step, event.metrics))
+            self._row |= {"step": event.step} | dict(event.metrics)
+        elif isinstance(event, StepEnd):
+            self._flush()
+            self._row, self._step, self._plan = dict(event.row), event.step, event.plan
+        elif isinstance(event, TransitionEnd | Decision | TransitionFailed):
+            self.changes.append(event)
+        self._status("training")
+
+    def finish(self, phase: str) -> None:
+        """Write what is still held back, and how the run ended."""
+        self._flush()
+        self._status(phase)
+
+    def _flush(self) -> None:
+        """Write the row of the last step, once nothing more can belong to it."""
+        if self._row:
+            self._folder.metrics(self._row)
+            self.steps.append(self._row)
+            self._row = {}
+
+    def _status(self, phase: str) -> None:
+        Status(os.getpid(), phase, self._step, self._steps, self._plan, time.time()).write(self._folder.folder)
+
+
+def run_training(config: RunConfig, view: View) -> TrainResult:
+    """Run a recipe. Raises InputError before any worker starts where that is possible."""
+
+    def progress(what: str, done: int, total: int) -> None:
+        view.phase(what, done=done, total=total)
+
+    if config.cluster.address is not None:
+        view.phase(f"asking for Ray at {config.cluster.address}")
+        check_address(config.cluster.address)
+    job = prepare_job(config, progress)
+    pool = RayPool(ray_settings(config))
+    folder, requests = RunFolder(config.run.dir), Requests(config.run.dir)
+    try:
+        joined = RaySupply(pool) if follows_cluster(config) else None
+        supply = configured_supply(config.supply, pool.cluster.device_ids, otherwise=joined)
+        try:
+            folder.open(config.to_yaml())
+        except OSError as error:
+            raise ConfigError("run.dir", f"{config.run.dir} cannot be written: {error.strerror}") from None
+        requests.clear()
+        view.phase("starting Ray")
+        pool.connect()
+        for path in (config.run.dir, *sorted({role.folder / "config.json" for role in job.setup.roles.values()})):
+            pool.check_shared(path)
+        outlook = job_outlook(config, job, pool.cluster)
+        plan = config.initial_plan or first_plan(outlook, supply)
+        runtime = LiveRuntime(pool, job.setup, plan, on_operation=lambda end: progress(str(end), end.done, end.total))
+        view.phase(f"starting {len(plan.devices)} workers")
+        runtime.start()
+        recorder = _Recorder(folder, view, config.trainer.steps)
+        recorder(_start_event(config, job, plan, outlook))
+        clock = Clock(folder.elapsed_s)
+        adaptation = Adaptation(supply, decider_of(config, outlook, plan), recorder) if config.adapt else None
+        course = Course(config.trainer.steps, config.trainer.val_every, _transitions(config.transitions))
+        Controller(
+            runtime, course, recorder, progress=progress, requests=requests, clock=clock, adaptation=adaptation
+        ).run()
+        recorder.finish("done")
+        return TrainResult(
+            config.run.dir, tuple(recorder.evaluations), tuple(recorder.steps), tuple(recorder.changes), job.notes
+        )
+    finally:
+        pool.close()
+        folder.close()
+        if job.reward is not None:
+            job.reward.close()
+
+
+def job_outlook(config: RunConfig, job: Job, cluster: Cluster) -> ModelOutlook:
+    """What plans of this job cost, before anything is measured."""
+    return ModelOutlook(JobShape.of(config, job.specs, cluster), Calibration(cluster.accelerators))
+
+
+def first_plan(outlook: ModelOutlook, supply: Supply) -> Plan:
+    """The planner's choice for a recipe that names no plan; raises NoFeasiblePlan saying why there is none."""
+    plans = outlook.plans(None, outlook.job.first_lengths, supply.at(0.0).devices)
+    if not plans:
+        raise NoFeasiblePlan(outlook.refusal)
+    return plans[0]
+
+
+def follows_cluster(config: RunConfig) -> bool:
+    """Whether the nodes of a joined cluster are the job's supply."""
+    return config.adapt and config.cluster.address is not None and config.supply.trace is None
+
+
+def ray_settings(config: RunConfig) -> RaySettings:
+    """A job that follows its cluster may start once its first plan has its devices, any one where none is named."""
+    cluster, plan = config.cluster, config.initial_plan
+    first = max(plan.devices) + 1 if plan else 1
+    return RaySettings(
+        num_workers=cluster.workers,
+        timeout=timedelta(seconds=cluster.timeout_s),
+        address=cluster.address,
+        device=cluster.device,
+        memory_bytes=int(cluster.memory_gb * GB) if cluster.memory_gb is not None else None,
+        cores_per_node=cluster.cores or os.cpu_count(),
+        min_workers=first if follows_cluster(config) else None,
+    )
+
+
+def _transitions(named: tuple[TransitionConfig, ...]) -> dict[int, Callable[[Plan], Plan]]:
+    """For each step a function from the plan in force to the plan the recipe wants before that step."""
+
+    def change(stages: Mapping[str, str]) -> Callable[[Plan], Plan]:
+        return lambda current: Plan.parse(stages, base=current)
+
+    return {transition.step: change(transition.plan) for transition in named}
+
+
+def _start_event(config: RunConfig, job: Job, plan: Plan, outlook: ModelOutlook) -> Start:
+    return Start(
+        0,
+        config=config.model_dump(mode="json"),
+        cluster=dataclasses.asdict(outlook.job.cluster),
+        models={role.value: dataclasses.asdict(spec) for role, spec in job.specs.items()},
+        plan=plan,
+        calibration=outlook.calibration.to_json(),
+    )

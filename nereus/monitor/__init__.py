@@ -1,1 +1,0 @@
-"""Signals, triggers and supply."""

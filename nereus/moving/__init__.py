@@ -1,0 +1,1 @@
+"""The only code that changes who holds what: executes transitions, verifies, finds the way back."""

@@ -1,0 +1,276 @@
+"""Bytes of many candidates at once: `memory.stage_memory` over arrays of settings.
+
+Of a pipeline's ranks four can be the fullest: the first, the last, and the first in between of each number of layers
+(in-flight micro-batches only fall towards the end). `memory` is the definition; a test holds the two together.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from nereus.engine_facts import LOGITS_COPIES, MAX_PACKED_BYTES, MAX_SENDS, SAMPLING_COPIES, SYNC_BUCKET_BYTES
+from nereus.model import Head, ModelSpec
+from nereus.plan import Layout, ModelStage, Recompute, Stage
+from nereus.planner.prices.memory import (
+    Precision,
+    backward_bytes_per_token,
+    cache_heads,
+    forward_bytes_per_token,
+    layer_bytes_per_token,
+    logits_bytes,
+    mlp_bytes_per_token,
+    state_numel,
+    vocabulary_matrix_bytes,
+)
+from nereus.planner.space.candidates import Floats, Ints
+from nereus.planner.space.settings import Mask
+from nereus.planner.workload import Lengths, Workload
+from nereus.shards.boxes import layer_range
+
+NUM_RANKS = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayoutTable:
+    """What memory depends on per layout: [layouts] or [layouts, 4 pipeline ranks], ascending in the rank."""
+
+    tp: Ints
+    pp: Ints
+    rank: Ints
+    layers: Ints
+    numel: Ints
+    kv_heads: Ints
+    largest_numel: Ints
+    """Largest flat buffer of any rank (what a rank receives in a weight synchronization)."""
+    ends_numel: Ints
+    """Largest of the first and the last rank (what an optimizer update is priced on)."""
+    sizes: tuple[int, ...]
+    """The tensor-parallel sizes, ascending."""
+    size: Ints
+    """[layouts]: the number of each layout's among `sizes`."""
+
+
+@functools.lru_cache(maxsize=32)
+def layout_table(spec: ModelSpec, layouts: tuple[tuple[int, int], ...]) -> LayoutTable:
+    """The table of (tp, pp) pairs; depends on the model alone, so it is kept between decisions."""
+    ranks = [_full_ranks(spec.num_layers, pp) for _, pp in layouts]
+    layers = [
+        [len(layer_range(spec.num_layers, pp, r)) for r in rank] for (_, pp), rank in zip(layouts, ranks, strict=True)
+    ]
+    numel = [
+        [state_numel(spec, Layout(tp=tp, pp=pp), r) for r in rank]
+        for (tp, pp), rank in zip(layouts, ranks, strict=True)
+    ]
+    heads = {tp: cache_heads(spec, tp) for tp in {t for t, _ in layouts}}
+    states = np.array(numel, dtype=np.int64).reshape(-1, NUM_RANKS)
+    return LayoutTable(
+        tp=np.array([tp for tp, _ in layouts], dtype=np.int64),
+        pp=np.array([pp for _, pp in layouts], dtype=np.int64),
+        rank=np.array(ranks, dtype=np.int64).reshape(-1, NUM_RANKS),
+        layers=np.array(layers, dtype=np.int64).reshape(-1, NUM_RANKS),
+        numel=states,
+        kv_heads=np.array([heads[tp] for tp, _ in layouts], dtype=np.int64),
+        largest_numel=states.max(axis=1),
+        ends_numel=np.maximum(states[:, 0], states[:, -1]),
+        sizes=tuple(sorted(heads)),
+        size=np.searchsorted(sorted(heads), [tp for tp, _ in layouts]).astype(np.int64),
+    )
+
+
+def _full_ranks(num_layers: int, pp: int) -> list[int]:
+    """The pipeline ranks that can be the fullest, ascending, four of them (repeated where there are fewer)."""
+    found = {0, pp - 1}
+    seen: set[int] = set()
+    for rank in range(1, pp - 1):
+        layers = len(layer_range(num_layers, pp, rank))
+        if layers not in seen:
+            seen.add(layers)
+            found.add(rank)
+        if len(seen) == 2:
+            break
+    ranks = sorted(found)
+    return [ranks[0]] * (NUM_RANKS - len(ranks)) + ranks
+
+
+def smallest_state(trains: bool, table: LayoutTable, precision: Precision) -> Ints:
+    """[layouts]: bytes of state that every candidate of a layout holds on its fullest rank (none where shared)."""
+    if not trains:
+        return np.zeros(len(table.tp), dtype=np.int64)
+    smallest: Ints = table.numel.min(axis=1) * state_bytes(precision)
+    return smallest
+
+
+def state_bytes(precision: Precision) -> int:
+    """Bytes of a trained parameter: itself, its gradient, both moments and, where kept, the master."""
+    return precision.param_bytes + precision.wide_bytes * (4 if precision.has_masters else 3)
+
+
+class Longest:
+    """`Lengths.longest_of` over arrays: tokens of the `count` longest of `among` samples."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        self.size = len(lengths.values)
+        self.sums = np.concatenate([[0.0], np.cumsum(lengths.values[::-1])])
+        self.constant = lengths.values[0] if lengths.values[0] == lengths.values[-1] else None
+
+    def __call__(self, count: Floats | Ints, among: Floats | Ints) -> Floats:
+        count = np.minimum(count, among)
+        if self.constant is not None:
+            return np.asarray(count * self.constant, dtype=np.float64)
+        share = among / self.size
+        taken = count / share
+        whole = np.minimum(taken.astype(np.int64), self.size - 1)
+        first = self.sums[whole]
+        result: Floats = share * (first + (taken - whole) * (self.sums[whole + 1] - first))
+        return result
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Footprints:
+    """Bytes on the fullest rank, [rows]."""
+
+    active: Ints
+    idle: Ints
+    shared_active: Ints
+    shared_idle: Ints
+
+
+def footprints(
+    model_stage: ModelStage,
+    spec: ModelSpec,
+    table: LayoutTable,
+    at: Ints,
+    *,
+    dp: Ints,
+    micro_batch: Ints,
+    workload: Workload,
+    recompute: Recompute,
+    precision: Precision,
+) -> Footprints:
+    """Memory of each row: layout number `at[row]` of the table with its dp and micro-batch."""
+    stage = _StageFootprint(model_stage, spec, table, at, dp, micro_batch, workload, recompute, precision)
+    active, idle = stage.fullest(shared=False)
+    if stage.trains:
+        return Footprints(active, idle, active, idle)
+    return Footprints(active, idle, *stage.fullest(shared=True))
+
+
+class _StageFootprint:
+    """The rows of one model-stage and the bytes of its parts on a pipeline rank."""
+
+    def __init__(
+        self,
+        model_stage: ModelStage,
+        spec: ModelSpec,
+        table: LayoutTable,
+        at: Ints,
+        dp: Ints,
+        micro_batch: Ints,
+        workload: Workload,
+        recompute: Recompute,
+        precision: Precision,
+    ) -> None:
+        self.stage, self.spec, self.table, self.at = model_stage.stage, spec, table, at
+        self.precision, self._size = precision, table.size[at]
+        self.trains = self.stage is Stage.TRAINING
+        total = -(-workload.num_samples // workload.mini_batches) if self.trains else workload.num_samples
+        self.samples = np.maximum(1, -(-total // dp))
+        self.micro_batch = np.maximum(1, np.minimum(micro_batch, self.samples))
+        self.prompt = workload.max_prompt_tokens or workload.prompt_tokens
+        self.longest = Longest(workload.response)
+        self.loss_tokens = self.longest(self.micro_batch, self.samples)
+        self.tokens = self.micro_batch * self.prompt + self.loss_tokens
+        value_bytes = precision.param_bytes
+        self.longest_tokens = workload.longest_tokens
+        self.kept = self._by_tp(lambda tp: layer_bytes_per_token(spec, tp, recompute, value_bytes))
+        self.forward = self._by_tp(lambda tp: forward_bytes_per_token(spec, tp, value_bytes))
+        self.backward = self._by_tp(lambda tp: backward_bytes_per_token(spec, tp, recompute, value_bytes))
+        self.mlp = self._by_tp(lambda tp: mlp_bytes_per_token(spec, tp, value_bytes))
+        self.vocabulary_matrix = self._by_tp(lambda tp: vocabulary_matrix_bytes(spec, tp, value_bytes))
+        self.state_bytes = spec.hidden * value_bytes
+
+    def _by_tp(self, value: Callable[[int], float]) -> Floats:
+        """[rows]: a number that depends on tp alone."""
+        result: Floats = np.array([value(tp) for tp in self.table.sizes], dtype=np.float64)[self._size]
+        return result
+
+    def fullest(self, *, shared: bool) -> tuple[Ints, Ints]:
+        """(active, idle) bytes of the rank with most active bytes; of equal ranks the first."""
+        best_active = np.full(len(self.at), -1, dtype=np.int64)
+        best_idle = np.zeros(len(self.at), dtype=np.int64)
+        for place in range(NUM_RANKS):
+            numel = self.table.numel[self.at, place]
+            idle = self._state(numel, shared=shared)
+            active = idle + self._workings[place]
+            if self.trains or not shared:
+                active = active + 2 * np.minimum(SYNC_BUCKET_BYTES, numel * self.precision.param_bytes)
+            fuller = active > best_active
+            best_active = np.where(fuller, active, best_active)
+            best_idle = np.where(fuller, idle, best_idle)
+        return best_active, best_idle
+
+    def _state(self, numel: Ints, *, shared: bool) -> Ints:
+        if not self.trains:
+            return numel * (0 if shared else self.precision.param_bytes)
+        return numel * state_bytes(self.precision)
+
+    @functools.cached_property
+    def _workings(self) -> list[Ints]:
+        return [self._working(place) for place in range(NUM_RANKS)]
+
+    def _working(self, place: int) -> Ints:
+        """Bytes beyond the state while the model-stage runs."""
+        layers, rank = self.table.layers[self.at, place], self.table.rank[self.at, place]
+        last = rank == self.table.pp[self.at] - 1
+        if self.trains:
+            return self._training(layers, rank, last)
+        if self.stage is Stage.GENERATION:
+            return self._generation(layers, self.table.numel[self.at, place], rank, last)
+        transient = (self.forward + np.where(last, 0, MAX_SENDS * self.state_bytes)) * self.tokens
+        logits = self._logits(self.loss_tokens, self.state_bytes * self.tokens)
+        return _one_moment(np.where(last, logits, 0), transient)
+
+    def _training(self, layers: Ints, rank: Ints, last: Mask) -> Ints:
+        """What micro-batches in flight keep, and the largest of the moments beside it."""
+        micro_batches = -(-self.samples // self.micro_batch)
+        in_flight = np.minimum(self.table.pp[self.at] - rank, micro_batches)
+        count = np.minimum(in_flight * self.micro_batch, self.samples)
+        kept, state = self.kept * layers, self.state_bytes
+        transient = self.backward * self.tokens + self.mlp * np.maximum(self.tokens, self.spec.hidden)
+        embedding = self.vocabulary_matrix + (state - kept) * self.tokens
+        sends = np.minimum(MAX_SENDS, micro_batches - 1) * state * self.tokens
+        transient = np.where(rank == 0, np.maximum(transient, embedding), transient + sends)
+        gradient = self._logits(self.loss_tokens, copies=1) + self.vocabulary_matrix.astype(np.int64)
+        logits = np.maximum(self._logits(self.loss_tokens, state * self.tokens), gradient)
+        has_logits = last & (self.spec.head is Head.LM)
+        activations = (kept + np.where(last, 0, state)) * (count * self.prompt + self.longest(count, self.samples))
+        result: Ints = activations.astype(np.int64) + _one_moment(np.where(has_logits, logits, 0), transient)
+        return result
+
+    def _generation(self, layers: Ints, numel: Ints, rank: Ints, last: Mask) -> Ints:
+        """The cache, what decoding copies of the weights, and the transients of the prefill or one step's logits."""
+        value_bytes = self.precision.param_bytes
+        per_token = layers * self.table.kv_heads[self.at] * (2 * self.spec.head_dim + 1) * value_bytes
+        cache = (per_token * self.micro_batch * self.longest_tokens).astype(np.int64)
+        size = numel * value_bytes
+        embeds = (rank == 0) & ~(last & self.spec.tied)
+        packed = size - np.where(embeds, self.vocabulary_matrix, 0).astype(np.int64)
+        packed = np.where(self.precision.has_masters | (size > MAX_PACKED_BYTES), 0, packed)
+        lane = -(-self.micro_batch // self.table.pp[self.at])
+        logits = np.where(last, self._logits(lane, copies=SAMPLING_COPIES), 0)
+        result: Ints = cache + packed + _one_moment(logits, self.forward * self.prompt * lane)
+        return result
+
+    def _logits(self, tokens: Floats | Ints, output: Floats | int = 0, *, copies: int = LOGITS_COPIES) -> Ints:
+        """`memory.logits_bytes` of a number of tokens per row; the stage's output counts where there are logits."""
+        value_bytes = self.precision.param_bytes
+        per_token = self._by_tp(lambda tp: logits_bytes(self.spec, tp, value_bytes, 1, copies=copies))
+        result: Ints = np.where(per_token > 0, tokens * per_token + output, 0).astype(np.int64)
+        return result
+
+
+def _one_moment(logits: Ints, transient: Floats) -> Ints:
+    result: Ints = np.maximum(logits, transient.astype(np.int64))
+    return result

@@ -1,0 +1,1 @@
+"""The fastest plan that fits, and why none does."""

@@ -1,0 +1,1 @@
+"""Who holds which box of which tensor, and what must travel between two holdings."""

@@ -1,0 +1,1 @@
+"""Which devices a job may use, now and soon."""

@@ -1,0 +1,196 @@
+"""The outlook of a small job on processor workers, against the planner and against a hidden truth."""
+
+import dataclasses
+import json
+import random
+
+import pytest
+
+from nereus.cluster import ACCELERATORS, uniform_cluster
+from nereus.decide.decider import Action, supply_event
+from nereus.decide.outlook import WORKER_START_S, JobShape, ModelOutlook, decider_of, recorded_decider
+from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
+from nereus.decide.signals import LengthSummary, Signals
+from nereus.model import ModelSpec
+from nereus.plan import Plan, Recompute, Role, Stage
+from nereus.planner.evaluate import price
+from nereus.planner.prices.calibration import Calibration
+from nereus.planner.search.optimum import search
+from nereus.recipe.config import parse_config
+from nereus.reports.events import RunFolder, Start, StepEnd, TransitionEnd, read_events
+from nereus.runtime.seam import StepReport
+from nereus.supply.supply import SupplyView
+from nereus.transition.operations import TransitionReport
+
+RECIPE = {
+    "model": {"shape": {"hidden": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn": 336}},
+    "data": {
+        "train": {"reasoning_gym": "chain_sum"}, "val": {"reasoning_gym": "chain_sum"}, "tokenizer": "byte",
+        "train_batch_size": 32, "max_prompt_length": 32, "max_response_length": 64,
+    },
+    "actor": {"ppo_mini_batch_size": 8, "ppo_micro_batch_size": 8},
+    "rollout": {"n": 2},
+    "reward": {"function": "nereus.data.rewards:exact_answer"},
+    "warm_start": {"steps": 1},
+    "cluster": {"workers": 6},
+    "adapt": True,
+    "plan": {
+        "actor-generation": "d1t2p1@0-1", "actor-training": "d1t1p2@0-1", "critic-training": "d1t2p1@2-3",
+        "critic-inference": "d1t2p1@2-3", "reference-inference": "d1t1p1@0",
+    },
+}  # fmt: skip
+CONFIG = parse_config(RECIPE)
+SPEC = CONFIG.model.shape.spec(vocab=384)
+SPECS: dict[Role, ModelSpec] = {role: SPEC for role in (Role.ACTOR, Role.CRITIC, Role.REFERENCE)}
+CLUSTER = uniform_cluster(num_nodes=1, devices_per_node=6, accelerator=ACCELERATORS["cpu"], cores_per_node=2)
+LENGTHS = LengthSummary(24.0, 40.0, 60.0, 20.0)
+
+
+def job(**changes):
+    return JobShape.of(parse_config(RECIPE | changes), SPECS, CLUSTER)
+
+
+def outlook(calibration=None, **changes):
+    return ModelOutlook(job(**changes), calibration or Calibration(CLUSTER.accelerators))
+
+
+def test_a_prediction_is_the_planner_s_price_of_the_engine_s_settings():
+    found = outlook().predict(CONFIG.initial_plan, LENGTHS)
+    own = outlook()
+    problem = own._problem(CLUSTER.restricted(CONFIG.initial_plan.devices), LENGTHS, own.calibration)
+    told = {
+        m: (CONFIG.rollout.max_num_seqs if m.stage is Stage.GENERATION else 8, Recompute.NONE)
+        for m in CONFIG.initial_plan.model_stages
+    }
+    expected = price(problem, CONFIG.initial_plan, told)
+    assert found.step_s == expected.step_seconds and found.memory_share == expected.memory_share
+    assert 0 < found.memory_share < 1
+
+
+@pytest.mark.parametrize("recompute", list(Recompute))
+def test_the_recipe_s_recomputation_is_priced_and_no_other_is_searched(recompute):
+    own = outlook(trainer={"recompute": recompute.value})
+    problem = own._problem(CLUSTER, LENGTHS, own.calibration)
+    priced = price(problem, CONFIG.initial_plan)
+    assert {m.name: stage.recompute for m, stage in priced.stages.items() if stage.recompute is not Recompute.NONE} == (
+        {} if recompute is Recompute.NONE else {"actor-training": recompute, "critic-training": recompute}
+    )
+    found = search(problem)
+    assert {s.recompute for m, s in found.settings.items() if m.stage is Stage.TRAINING} == {recompute}
+
+
+def test_no_other_micro_batch_or_slots_than_the_recipe_s_are_searched():
+    own = outlook(rollout={"max_num_seqs": 3})
+    found = search(own._problem(CLUSTER, LENGTHS, own.calibration))
+    assert {(m.stage is Stage.GENERATION, s.micro_batch) for m, s in found.settings.items()} == {(True, 3), (False, 8)}
+
+
+def test_plans_lie_on_the_given_devices_and_the_first_is_no_slower_than_a_poor_one():
+    own = outlook()
+    plans = own.plans(CONFIG.initial_plan, LENGTHS, (0, 2, 3, 5))
+    assert plans
+    for plan in plans:
+        CONFIG.workflow.check_plan(plan)
+        assert set(plan.devices) <= {0, 2, 3, 5}
+    best = own.plans(CONFIG.initial_plan, LENGTHS, range(6))[0]
+    assert own.predict(best, LENGTHS).step_s <= own.predict(CONFIG.initial_plan, LENGTHS).step_s
+
+
+def test_no_devices_give_no_plan_and_a_reason():
+    own = outlook()
+    assert own.plans(None, LENGTHS, ()) == []
+    assert own.refusal
+
+
+def test_moving_nowhere_is_free_and_moving_somewhere_takes_time():
+    own = outlook()
+    current = CONFIG.initial_plan
+    inside = Plan.parse({"actor-training": "d2t1p2@0-3"}, base=current)
+    outside = Plan.parse({"actor-training": "d2t1p2@0-1,4-5"}, base=current)
+    assert own.assess(current, current).transition_s == 0.0
+    near, far = own.assess(current, inside), own.assess(current, outside)
+    assert near.feasible and far.feasible
+    assert 0 < near.transition_s < WORKER_START_S["cpu"] < far.transition_s, "new devices need workers first"
+
+
+def test_a_transition_that_no_memory_holds_is_infeasible_with_a_reason():
+    tight = uniform_cluster(num_nodes=1, devices_per_node=6, accelerator=ACCELERATORS["cpu"])
+    tight = dataclasses.replace(
+        tight, devices=tuple(dataclasses.replace(d, memory_bytes=1_000_000) for d in tight.devices)
+    )
+    own = ModelOutlook(JobShape.of(CONFIG, SPECS, tight), Calibration())
+    found = own.assess(CONFIG.initial_plan, Plan.parse({"actor-training": "d1@5"}, base=CONFIG.initial_plan))
+    assert not found.feasible and found.reason
+
+
+def truth(plan, lengths, step, *, slow=1.0):
+    """A measured step: what a differently calibrated model says, with noise."""
+    hidden = outlook()
+    draw = random.Random(step)
+    problem = hidden._problem(CLUSTER.restricted(plan.devices), lengths, hidden.calibration)
+    priced = price(problem, plan)
+    factor = 3.0 * slow * draw.uniform(0.97, 1.03)
+    return StepReport(
+        step, 0,
+        {"response_length/mean": lengths.mean, "response_length/p95": lengths.p95,
+         "response_length/max": lengths.longest, "prompt_length/mean": lengths.prompt_mean},
+        priced.step_seconds * factor,
+        {m: stage.cost.seconds * factor for m, stage in priced.stages.items()},
+    )  # fmt: skip
+
+
+def test_predictions_approach_what_is_measured_and_frozen_ones_stay():
+    own, plan = outlook(), CONFIG.initial_plan
+    own.freeze()
+    before = own.predict(plan, LENGTHS)
+    for step in range(1, 16):
+        own.learn(plan, Signals.of(truth(plan, LENGTHS, step)))
+    assert own.predict(plan, LENGTHS).step_s == pytest.approx(truth(plan, LENGTHS, 99).step_s, rel=0.1)
+    assert own.predict(plan, LENGTHS, frozen=True) == before
+
+
+def recorded_run(folder, num_steps):
+    calibration = Calibration(CLUSTER.accelerators)
+    start = Start(
+        0, config=CONFIG.model_dump(mode="json"), cluster=_plain(CLUSTER), plan=CONFIG.initial_plan,
+        models={role.value: _plain(spec) for role, spec in SPECS.items()}, calibration=calibration.to_json(),
+    )  # fmt: skip
+    writer, draw = RunFolder(folder), random.Random(1)
+    writer.open("")
+    writer.event(start)
+    deciding = decider_of(CONFIG, ModelOutlook(job(), calibration), CONFIG.initial_plan)
+    shown, rulings = None, []
+    for step in range(1, num_steps + 1):
+        view = SupplyView(tuple(range(4 if step < 6 else 6 if step < 12 else 3)))
+        if view != shown:
+            writer.event(supply_event(step, view))
+            shown = view
+        ruling = deciding.boundary(step, view)
+        rulings.append(ruling)
+        for event in ruling.events:
+            writer.event(event)
+        if ruling.target is not None:
+            seconds = draw.uniform(0.05, 0.2)
+            done = TransitionReport((), "shadow", 0, 0, seconds, True)
+            writer.event(TransitionEnd(step, ruling.current, ruling.target, done))
+            deciding.moved(ruling.target, seconds=seconds)
+        report = truth(deciding.plan, LengthSummary(20.0 + step, 36.0 + step, 60.0, 20.0), step)
+        writer.event(StepEnd(step, deciding.plan, report, predicted_step_s=ruling.predicted_step_s))
+        deciding.observe(Signals.of(report))
+    writer.close()
+    return rulings
+
+
+def _plain(value):
+    return json.loads(json.dumps(dataclasses.asdict(value)))
+
+
+def test_a_run_on_real_prices_adapts_and_replays_bit_for_bit(tmp_path):
+    rulings = recorded_run(tmp_path / "run", 20)
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    again = list(replay(events, recorded_decider))
+    assert again == rulings
+    assert json.loads(json.dumps(ruled_decisions(again))) == recorded_decisions(events)
+    urgent = [r for r in rulings if r.verdict and r.verdict.name == "urgent"]
+    assert [r.step for r in urgent] == [12]
+    assert any(r.action is Action.MOVE and r.verdict.name == "admit" for r in rulings)

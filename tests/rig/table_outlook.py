@@ -1,0 +1,73 @@
+"""An outlook over a written table of plans: every prediction is a number a test can check by hand."""
+
+import dataclasses
+
+from nereus.decide.admission import Assessment
+from nereus.decide.decider import Outlook, Prediction
+from nereus.decide.signals import LengthSummary, Signals
+from nereus.plan import Plan
+from nereus.runtime.seam import StepReport
+
+
+def plan_on(*devices: int) -> Plan:
+    """Actor training and generation together, one unit a device."""
+    text = f"d{len(devices)}@{','.join(map(str, devices))}"
+    return Plan.parse({"actor-training": text, "actor-generation": text})
+
+
+def lengths(mean: float = 100.0) -> LengthSummary:
+    return LengthSummary(mean=mean, p95=2 * mean, longest=3 * mean, prompt_mean=20.0)
+
+
+def signals(step: int, step_s: float, mean: float = 100.0) -> Signals:
+    return Signals(step, step_s, lengths(mean))
+
+
+def report(step: int, step_s: float, mean: float = 100.0) -> StepReport:
+    metrics = {
+        "response_length/mean": mean,
+        "response_length/p95": 2 * mean,
+        "response_length/max": 3 * mean,
+        "prompt_length/mean": 20.0,
+    }
+    return StepReport(step, 0, metrics, step_s, {})
+
+
+@dataclasses.dataclass
+class TableOutlook(Outlook):
+    """A step takes work * mean length / devices ** power; only the plan on all given devices is ever offered.
+
+    learned: measured over predicted seconds of the last step, which predictions follow (but not frozen ones).
+    """
+
+    work: float = 0.04
+    power: float = 1.0
+    transition_s: float = 1.0
+    infeasible: frozenset[Plan] = frozenset()
+    extra: tuple[Plan, ...] = ()
+    bytes_per_token: float = 0.0
+    learned: float = 1.0
+    frozen: float = 1.0
+    searches: int = 0
+
+    def predict(self, plan, lengths, *, frozen=False):
+        step_s = self.work * lengths.mean / len(plan.devices) ** self.power
+        share = self.bytes_per_token * lengths.longest / len(plan.devices)
+        return Prediction(step_s * (self.frozen if frozen else self.learned), share)
+
+    def plans(self, current, lengths, devices):
+        self.searches += 1
+        found = [plan_on(*devices), *self.extra] if devices else []
+        fits = [plan for plan in found if self.predict(plan, lengths).memory_share <= 1]
+        return sorted(fits, key=lambda plan: self.predict(plan, lengths).step_s)
+
+    def assess(self, current, target):
+        if target in self.infeasible:
+            return Assessment(0.0, feasible=False, reason="device 0 has no room")
+        return Assessment(self.transition_s if target != current else 0.0, feasible=True)
+
+    def learn(self, plan, signals):
+        self.learned *= signals.step_s / self.predict(plan, signals.lengths).step_s
+
+    def freeze(self):
+        self.frozen = self.learned
