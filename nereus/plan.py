@@ -7,6 +7,7 @@ then pipeline stage after pipeline stage, tensor-parallel rank fastest. What is 
 
 import dataclasses
 import enum
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -70,32 +71,58 @@ MODEL_STAGES = (
 )
 
 
+AXES = {"tp": "t", "pp": "p"}
+"""The axes of a layout and the letters a plan writes them with, those whose ranks are nearest to each other first. An
+axis more is a field of `Layout`, an entry here, and whoever computes with it."""
+
+
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
 class Layout:
-    """Tensor x pipeline parallelism of one unit. Rank = pp_rank * tp + tp_rank."""
+    """How the ranks of one unit share its model: tensor parallelism within pipeline stages.
+
+    Ranks count through the axes in the order of `AXES`, the first fastest: rank = pp_rank * tp + tp_rank.
+    """
 
     tp: int = 1
     pp: int = 1
 
     def __post_init__(self) -> None:
-        if self.tp < 1 or self.pp < 1:
-            raise PlanError(f"layout t{self.tp}p{self.pp}: both must be at least 1")
+        if min(self.axes.values()) < 1:
+            raise PlanError(f"layout {self}: every axis must be at least 1")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Size of each axis by name."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @classmethod
+    def of_axes(cls, sizes: Mapping[str, Any]) -> "Layout":
+        """A layout of sizes by name, such as a row of JSON; axes that are not named are 1."""
+        return cls(**{axis: sizes[axis] for axis in AXES if axis in sizes})
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.pp
+        return math.prod(self.axes.values())
+
+    def along(self, axis: str, rank: int) -> int:
+        """Where a rank stands along an axis."""
+        for name, size in self.axes.items():
+            if name == axis:
+                return rank % size
+            rank //= size
+        raise KeyError(axis)
 
     def tp_rank(self, rank: int) -> int:
         return rank % self.tp
 
     def pp_rank(self, rank: int) -> int:
-        return rank // self.tp
+        return self.along("pp", rank)
 
     def rank(self, *, tp_rank: int, pp_rank: int) -> int:
         return pp_rank * self.tp + tp_rank
 
     def __str__(self) -> str:
-        return f"t{self.tp}p{self.pp}"
+        return "".join(f"{AXES[axis]}{size}" for axis, size in self.axes.items())
 
 
 class Recompute(enum.StrEnum):
@@ -239,20 +266,21 @@ def _parse_setting(text: str, name: str, value: str) -> int | Recompute:
 MAX_DEVICES = 1 << 20
 """Devices a text may name; so that a slip of a key is refused at once."""
 
-_SHAPE = re.compile(r"^(?:[a-z_]+:)?((?:[dtp]\d+)+)$")
+_LETTERS = "d" + "".join(AXES.values())
+_SHAPE = re.compile(rf"^(?:[a-z_]+:)?((?:[{_LETTERS}]\d+)+)$")
 
 
 def parse_shape(text: str) -> tuple[int, Layout]:
     """(dp, layout) of `d2t2p1`, letters in any order, absent ones 1; an engine prefix (`megatron:`) is allowed."""
     match = _SHAPE.match(text.strip())
     counts: dict[str, int] = {}
-    for letter, number in re.findall(r"([dtp])(\d+)", match[1]) if match else []:
+    for letter, number in re.findall(rf"([{_LETTERS}])(\d+)", match[1]) if match else []:
         if letter in counts:
             raise PlanError(f"{text!r} names {letter} twice")
         counts[letter] = int(number)
     if not counts or min(counts.values()) < 1:
         raise PlanError(f"{text!r} is not a plan; write d2t2p1 (dp, tp, pp) with optional devices, d2t2p1@0-3")
-    return counts.get("d", 1), Layout(tp=counts.get("t", 1), pp=counts.get("p", 1))
+    return counts.get("d", 1), Layout(**{axis: counts.get(letter, 1) for axis, letter in AXES.items()})
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
@@ -381,8 +409,7 @@ class Plan:
             {
                 "model_stage": key.name,
                 "dp": stage_plan.dp,
-                "tp": stage_plan.layout.tp,
-                "pp": stage_plan.layout.pp,
+                **stage_plan.layout.axes,
                 "devices": [list(unit) for unit in stage_plan.units],
                 **stage_plan.settings,
             }
@@ -394,7 +421,7 @@ class Plan:
         return cls.of(
             {
                 ModelStage.parse(row["model_stage"]): StagePlan(
-                    Layout(tp=row["tp"], pp=row["pp"]),
+                    Layout.of_axes(row),
                     tuple(tuple(unit) for unit in row["devices"]),
                     **{name: row[name] for name in SETTINGS if row.get(name) is not None and name != "recompute"},
                     recompute=Recompute(row["recompute"]) if row.get("recompute") else None,

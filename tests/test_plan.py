@@ -27,6 +27,15 @@ def test_a_plan_is_read_back_as_it_was_written(dp: int, tp: int, pp: int, **sett
     assert plan.placed == Plan.of({ACTOR_TRAINING: StagePlan.of(Layout(tp, pp), range(dp * tp * pp))})
 
 
+@given(tp=st.integers(1, 6), pp=st.integers(1, 5))
+def test_a_rank_stands_at_one_place_along_every_axis(tp: int, pp: int) -> None:
+    layout = Layout(tp, pp)
+    for rank in range(layout.num_ranks):
+        assert layout.rank(tp_rank=layout.along("tp", rank), pp_rank=layout.along("pp", rank)) == rank
+        assert layout.along("tp", rank) < tp and layout.along("pp", rank) < pp
+    assert Layout.of_axes({"dp": 7, **layout.axes}) == layout
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

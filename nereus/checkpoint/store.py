@@ -45,12 +45,12 @@ class SavedRank:
 
     def to_json(self) -> dict[str, Any]:
         row = dataclasses.asdict(self)
-        return row | {"model_stage": self.model_stage.name, "layout": [self.layout.tp, self.layout.pp]}
+        return row | {"model_stage": self.model_stage.name, "layout": self.layout.axes}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "SavedRank":
-        tp, pp = row["layout"]
-        fields = {"model_stage": ModelStage.parse(row["model_stage"]), "layout": Layout(tp=tp, pp=pp)}
+        layout = Layout.of_axes(row["layout"])
+        fields = {"model_stage": ModelStage.parse(row["model_stage"]), "layout": layout}
         return cls(**{**row, **fields, "kind": StateKind(row["kind"])})
 
 

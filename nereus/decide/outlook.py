@@ -342,7 +342,7 @@ def recorded_outlook(events: Path) -> ModelOutlook:
 def describe_move(outlook: ModelOutlook, current: Plan, target: Plan) -> str:
     """What moving would take, in lines; raises PlanError where the models or the devices do not admit the target."""
     for m, stage_plan in target.stages:
-        outlook.job.specs[m.role].check_layout(tp=stage_plan.layout.tp, pp=stage_plan.layout.pp)
+        outlook.job.specs[m.role].check_layout(**stage_plan.layout.axes)
         unknown = set(stage_plan.devices) - set(outlook.job.cluster.device_ids)
         if unknown:
             have = format_devices(outlook.job.cluster.device_ids)

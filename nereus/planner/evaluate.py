@@ -113,7 +113,7 @@ def check_plan(problem: PlanningProblem, plan: Plan) -> None:
     for m, stage_plan in plan.stages:
         spec = problem.specs[m.role]
         try:
-            spec.check_layout(tp=stage_plan.layout.tp, pp=stage_plan.layout.pp)
+            spec.check_layout(**stage_plan.layout.axes)
         except PlanError as error:
             raise PlanError(f"{m}: {error}") from None
         missing = [d for d in stage_plan.devices if d not in known]

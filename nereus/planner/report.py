@@ -70,7 +70,7 @@ def stage_table(priced: PlanPrice, *, title: str) -> Table:
         table.add_row(
             model_stage.name,
             str(stage_plan.dp),
-            f"t{stage_plan.layout.tp}p{stage_plan.layout.pp}",
+            str(stage_plan.layout),
             format_devices(stage_plan.devices),
             str(stage.micro_batch),
             stage.recompute.value,

@@ -471,7 +471,7 @@ def check_model(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> None:
         for name, text in stages.items():
             layout = parse_shape(text.partition("@")[0])[1]
             try:
-                specs[ModelStage.parse(name).role].check_layout(tp=layout.tp, pp=layout.pp)
+                specs[ModelStage.parse(name).role].check_layout(**layout.axes)
             except PlanError as error:
                 raise ConfigError(f"{key}.{name}", f"{text}: {error}") from None
 

@@ -16,7 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from nereus.plan import Plan, format_devices
+from nereus.plan import AXES, Plan, format_devices
 from nereus.reports.events import (
     Decision,
     Evaluation,
@@ -144,9 +144,8 @@ def device_map(plan: Plan) -> Table:
             if position is not None:
                 unit, rank = position
                 layout = stage_plan.layout
-                name = f"u{unit}"
-                name += f"t{layout.tp_rank(rank)}" if layout.tp > 1 else ""
-                name += f"p{layout.pp_rank(rank)}" if layout.pp > 1 else ""
+                cut = [axis for axis, size in layout.axes.items() if size > 1]
+                name = f"u{unit}" + "".join(f"{AXES[axis]}{layout.along(axis, rank)}" for axis in cut)
                 cells[column] = Text(name, style=colour)
         shared = " (shares training's weights)" if plan.shares_weights(model_stage) else ""
         table.add_row(Text(model_stage.name, style=colour), Text(stage_plan.shape + shared, style="dim"), *cells)
