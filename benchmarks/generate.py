@@ -31,7 +31,7 @@ from nereus.comm.groups import Group, build_group, connect_store, serve_store
 from nereus.engines.generate import Generator, Request
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.transformer import StageModel
-from nereus.model import ModelSpec
+from nereus.hf_config import read_config
 from nereus.plan import Layout
 from nereus.shards.boxes import Box
 from nereus.shards.state import RankState, StateKind, zeros_on
@@ -165,7 +165,7 @@ def _twin(size: str) -> transformers.LlamaForCausalLM:
 
 def _stage_model(twin: transformers.LlamaForCausalLM, layout: Layout, rank: int, tp: Group) -> StageModel:
     """The same weights as a rank of a unit holds them."""
-    spec = ModelSpec.from_config({**twin.config.to_dict(), "architectures": ["LlamaForCausalLM"]})
+    spec = read_config({**twin.config.to_dict(), "architectures": ["LlamaForCausalLM"]})
     dtypes = {StateKind.PARAM: torch.float32}
     state = RankState.allocate(spec, layout, rank, dtypes=dtypes, allocator=zeros_on(torch.device("cpu")))
     weights = twin.state_dict()

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from nereus.errors import ModelError
+from nereus.hf_config import read_model
 from nereus.model import Llama3RopeScaling, ModelSpec
 
 
@@ -75,7 +76,7 @@ def load_spec(text: str | Path) -> ModelSpec:
     """The spec of an HF folder, a `config.json`, or a built-in name; raises ModelError listing the names."""
     path = Path(text)
     if str(text) and path.exists():
-        return ModelSpec.from_folder(path)
+        return read_model(path)
     found = model_by_name(str(text))
     if found is None:
         raise ModelError(f"model {str(text)!r}: no such folder or config.json; built-in names: {', '.join(MODELS)}")

@@ -1,4 +1,4 @@
-"""What a model is, without its weights: shapes from an HF `config.json` and the table of logical parameters.
+"""What a model is, without its weights: its shapes and the table of its logical parameters.
 
 The table says once, for every family, how tensor parallelism cuts a parameter, which parameters are stored as one
 fused tensor, which are replicated, and whether replicas hold partial gradients. Everything that loads, saves, moves
@@ -8,11 +8,6 @@ or reduces weights reads it.
 import dataclasses
 import enum
 import functools
-import json
-import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from nereus.errors import ModelError, PlanError
 
@@ -74,18 +69,6 @@ class Llama3RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position: int
-
-
-SUPPORTED = {
-    "LlamaForCausalLM": ("llama", Head.LM),
-    "MistralForCausalLM": ("mistral", Head.LM),
-    "Qwen2ForCausalLM": ("qwen2", Head.LM),
-    "Qwen3ForCausalLM": ("qwen3", Head.LM),
-    "LlamaForSequenceClassification": ("llama", Head.SCORE),
-    "MistralForSequenceClassification": ("mistral", Head.SCORE),
-    "Qwen2ForSequenceClassification": ("qwen2", Head.SCORE),
-    "Qwen3ForSequenceClassification": ("qwen3", Head.SCORE),
-}
 
 
 MAX_LAYERS, MAX_PARAMS = 10_000, 10**14
@@ -150,117 +133,6 @@ class ModelSpec:
     @property
     def num_params(self) -> int:
         return _num_params(self)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, source: str = "config.json") -> "ModelSpec":
-        """The spec of an HF config; raises ModelError naming what is unsupported."""
-        named = config.get("architectures") or ["none"]
-        architecture = named[0] if isinstance(named, list) else named
-        if not isinstance(architecture, str) or architecture not in SUPPORTED:
-            raise ModelError(
-                f"{source}: architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}"
-            )
-        family, head = SUPPORTED[architecture]
-        for key in ("attention_bias", "mlp_bias"):
-            if config.get(key):
-                raise ModelError(f"{source}: {key} is not supported")
-        labels = config.get("id2label") or [0]
-        if head is Head.SCORE and (not isinstance(labels, list | dict) or len(labels) != 1):
-            raise ModelError(f"{source}: a reward model needs one label, found id2label {labels!r}")
-        try:
-            heads, hidden = _count(config, "num_attention_heads", source), _count(config, "hidden_size", source)
-            theta, scaling = _rope(config, source)
-            return cls(
-                family=family,
-                num_layers=_count(config, "num_hidden_layers", source),
-                hidden=hidden,
-                num_heads=heads,
-                num_kv_heads=_count(config, "num_key_value_heads", source, heads),
-                head_dim=_count(config, "head_dim", source, hidden // heads),
-                ffn=_count(config, "intermediate_size", source),
-                vocab=_count(config, "vocab_size", source),
-                tied=bool(config.get("tie_word_embeddings", False)) and head is Head.LM,
-                qkv_bias=family == "qwen2",
-                qk_norm=family == "qwen3",
-                rms_eps=_figure(config, "rms_norm_eps", source, 1e-6),
-                rope_theta=theta,
-                rope_scaling=scaling,
-                max_positions=_count(config, "max_position_embeddings", source, 4096),
-                sliding_window=_sliding_window(config, family, source),
-                head=head,
-            )
-        except KeyError as error:
-            raise ModelError(f"{source}: key {error.args[0]!r} is missing") from None
-
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> "ModelSpec":
-        """The spec of an HF folder or of a `config.json` by path."""
-        path = Path(folder)
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
-            raise ModelError(f"{path}: not found; give an HF model folder or its config.json")
-        try:
-            config = json.loads(path.read_text())
-        except ValueError as error:
-            raise ModelError(f"{path}: not valid JSON ({error})") from None
-        if not isinstance(config, dict):
-            raise ModelError(f"{path}: holds {type(config).__name__}; a config.json is a mapping")
-        return cls.from_config(config, source=str(path))
-
-
-def _count(config: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:
-    """A whole number of at least 1; `default` where the key is absent, null or 0."""
-    value = config[key] if default is None else config.get(key) or default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{source}: {key} is {value!r}; it must be a whole number of at least 1")
-    return value
-
-
-def _figure(config: Mapping[str, Any], key: str, source: str, default: float | None = None) -> float:
-    """A number above 0; `default` where the key is absent or null."""
-    value = config.get(key)
-    value = config[key] if value is None and default is None else default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ModelError(f"{source}: {key} is {value!r}; it must be a number above 0")
-    return float(value)
-
-
-def _rope(config: Mapping[str, Any], source: str) -> tuple[float, Llama3RopeScaling | None]:
-    """Rope base and scaling; both spellings of `transformers` (before and since version 5) are read."""
-    new = config.get("rope_parameters") or {}
-    scaling = new or config.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise ModelError(f"{source}: rope scaling {scaling!r} is not a mapping")
-    theta = _figure(new if new.get("rope_theta") is not None else config, "rope_theta", source, 10000.0)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ModelError(f"{source}: rope scaling {kind!r} is not supported; supported: default, llama3")
-    return theta, Llama3RopeScaling(
-        factor=_figure(scaling, "factor", source),
-        low_freq_factor=_figure(scaling, "low_freq_factor", source),
-        high_freq_factor=_figure(scaling, "high_freq_factor", source),
-        original_max_position=_count(scaling, "original_max_position_embeddings", source),
-    )
-
-
-def _sliding_window(config: Mapping[str, Any], family: str, source: str) -> int | None:
-    """The window of every layer, or None; Qwen's windows start at a layer, and some layers with one is refused."""
-    window = config.get("sliding_window")
-    if window is None or family not in ("qwen2", "qwen3"):
-        return None if window is None else _count(config, "sliding_window", source)
-    num_layers, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
-    if not isinstance(first, int):
-        raise ModelError(f"{source}: max_window_layers is {first!r}; it must be a whole number")
-    if not config.get("use_sliding_window") or first >= num_layers:
-        return None
-    if first > 0:
-        raise ModelError(
-            f"{source}: a sliding window from layer {first} of {num_layers} on is not supported; "
-            "supported: all layers (max_window_layers 0) or none"
-        )
-    return _count(config, "sliding_window", source)
 
 
 @functools.lru_cache(maxsize=64)

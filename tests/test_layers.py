@@ -19,7 +19,7 @@ MODULES = {
 }
 
 ROOMS = (
-    "errors", "engine_facts", "plan", "model", "known_models", "cluster", "workflow",
+    "errors", "engine_facts", "plan", "model", "hf_config", "known_models", "cluster", "workflow",
     "shards", "comm", "recipe", "supply",
     "planner.placement", "planner.workload", "planner.space", "planner.prices", "planner.problem", "planner.search",
     "planner.evaluate", "planner.api", "planner.report",

@@ -9,7 +9,7 @@ What a folder holds is checked by `weight_files`; how tensors come together from
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 
 from nereus.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, StoredTensor, read_folder, wanted_tensors
 from nereus.errors import ModelError
-from nereus.model import SUPPORTED, ModelSpec, Param
+from nereus.hf_config import SUPPORTED
+from nereus.model import ModelSpec, Param
 from nereus.shards.boxes import Box, Shard
 from nereus.shards.state import RankState, StateKind
 
@@ -27,9 +28,10 @@ __all__ = ["copy_tokenizer", "hf_config", "init_folder", "init_tensors", "init_u
 
 INIT_STD = 0.02
 MAX_SHARD_BYTES = 4 * 10**9
+GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", GENERATION_CONFIG,
 )  # fmt: skip
 
 
@@ -83,11 +85,13 @@ def save_folder(
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     tokenizer_folder: str | Path | None = None,
+    stop_ids: Sequence[int] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write whole tensors, in any order, as a new HF folder; it appears under its name when it is complete.
 
-    At most one shard file's tensors are held at a time. Raises ModelError where the folder exists already.
+    stop_ids: tokens that end a response, for those who generate with the folder. At most one shard file's tensors are
+    held at a time. Raises ModelError where the folder exists already.
     """
     target = Path(folder)
     if target.exists():
@@ -96,10 +100,17 @@ def save_folder(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     dtype = _write_shards(partial, spec, tensors, max_shard_bytes)
-    (partial / "config.json").write_text(json.dumps(hf_config(spec, dtype=dtype), indent=2) + "\n")
+    eos = {"eos_token_id": stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)} if stop_ids else {}
+    _write_json(partial / "config.json", hf_config(spec, dtype=dtype) | eos)
     if tokenizer_folder is not None:
         copy_tokenizer(tokenizer_folder, partial)
+    if eos:
+        _write_json(partial / GENERATION_CONFIG, eos)
     partial.rename(target)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_tokenizer(source: str | Path, target: str | Path) -> None:
@@ -127,9 +138,10 @@ def hf_config(spec: ModelSpec, *, dtype: torch.dtype = torch.float32) -> dict[st
         "max_position_embeddings": spec.max_positions,
         "tie_word_embeddings": spec.tied,
         "rope_parameters": _rope_parameters(spec),
-        "sliding_window": spec.sliding_window,
         "dtype": str(dtype).removeprefix("torch."),
     }
+    if spec.family != "llama":
+        config["sliding_window"] = spec.sliding_window
     if spec.family in ("qwen2", "qwen3"):
         config |= {"use_sliding_window": spec.sliding_window is not None, "max_window_layers": 0}
     if spec.head == "score":

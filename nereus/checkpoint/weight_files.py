@@ -7,37 +7,72 @@ So a missing tensor, a wrong shape and a truncated file are all found before any
 import dataclasses
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nereus.errors import ModelError
-from nereus.model import ModelSpec
+from nereus.model import Head, ModelSpec
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "StoredTensor", "check_folder", "read_folder"]
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 SCORE_HEAD = "score.weight"
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 DTYPES = ("F64", "F32", "F16", "BF16")
+PIECE_BYTES = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies and what the header says of it."""
+    """Where a tensor lies and what the header says of it. start, num_bytes: of its data in the file."""
 
     name: str
     path: Path
     dtype: str
     shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its data, a few megabytes at a time."""
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            for done in range(0, self.num_bytes, PIECE_BYTES):
+                yield file.read(min(PIECE_BYTES, self.num_bytes - done))
 
 
 def check_folder(folder: str | Path, spec: ModelSpec, *, fresh_score: bool = False) -> None:
     """Raise ModelError unless `folder` holds every parameter of `spec`, whole and in its shape.
 
-    fresh_score: a scalar head that is absent is no error (a critic that starts from a language model).
+    fresh_score: a scalar head that is absent is no error (a critic that starts from a language model). A tensor that
+    the spec has no place for is one: it would be left out of what is computed.
     """
-    wanted_tensors(read_folder(folder), Path(folder), spec, fresh_score=fresh_score)
+    stored = read_folder(folder)
+    wanted_tensors(stored, Path(folder), spec, fresh_score=fresh_score)
+    named = {param.name for param in spec.params}
+    unasked = sorted(name for name in stored if name not in named and not _may_stay_unread(name, spec))
+    if unasked:
+        raise ModelError(
+            f"{stored[unasked[0]].path}: tensor {unasked[0]} has no place in the model that config.json describes "
+            f"({len(unasked)} such tensors)"
+        )
+    if spec.tied and LM_HEAD in stored and not _equal(stored[EMBEDDING], stored[LM_HEAD]):
+        raise ModelError(
+            f"{stored[LM_HEAD].path}: {LM_HEAD} differs from {EMBEDDING}, and config.json says tie_word_embeddings; "
+            f"set it to false, or take {LM_HEAD} out"
+        )
+
+
+def _may_stay_unread(name: str, spec: ModelSpec) -> bool:
+    """A head that is tied or replaced by a scalar one, and tables that older versions of `transformers` saved."""
+    return name.endswith("rotary_emb.inv_freq") or (name == LM_HEAD and (spec.tied or spec.head is Head.SCORE))
+
+
+def _equal(a: StoredTensor, b: StoredTensor) -> bool:
+    same_form = (a.dtype, a.shape, a.num_bytes) == (b.dtype, b.shape, b.num_bytes)
+    return same_form and all(x == y for x, y in zip(a.pieces(), b.pieces(), strict=True))
 
 
 def wanted_tensors(
@@ -102,8 +137,11 @@ def _read_file(path: Path, *, needed_by: Path | None = None) -> dict[str, Stored
     try:
         for name, entry in header.items():
             if name != "__metadata__":
-                tensors[name] = StoredTensor(name, path, str(entry["dtype"]), tuple(map(int, entry["shape"])))
-                ends.append((int(entry["data_offsets"][1]), name))
+                start, end = map(int, entry["data_offsets"])
+                tensors[name] = StoredTensor(
+                    name, path, str(entry["dtype"]), tuple(map(int, entry["shape"])), header_bytes + start, end - start
+                )
+                ends.append((end, name))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ModelError(f"{path}: broken header ({type(error).__name__}: {error})") from None
     needed = header_bytes + max(ends, default=(0, ""))[0]

@@ -45,8 +45,9 @@ def load_data(config: RunConfig, *, answer: Callable[[Row], str] | None = None) 
 def check_vocab(tokenizer: Tokenizer, spec: ModelSpec) -> None:
     """Raise DataError where the tokenizer has tokens that the model does not know."""
     if tokenizer.vocab_size > spec.vocab:
+        token, index = tokenizer.largest
         raise DataError(
-            f"{tokenizer.source}: the tokenizer has {tokenizer.vocab_size} tokens; the model has {spec.vocab}"
+            f"{tokenizer.source}: token {token!r} has id {index}; the model's vocabulary has {spec.vocab} rows"
         )
 
 

@@ -41,8 +41,14 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id."""
-        return len(self._hf)
+        """One more than the largest token id: the rows that a model of it needs."""
+        return self.largest[1] + 1
+
+    @property
+    def largest(self) -> tuple[str, int]:
+        """The token with the largest id, and the id; ids may leave gaps."""
+        token, index = max(self._hf.get_vocab().items(), key=lambda entry: int(entry[1]))
+        return str(token), int(index)
 
     @property
     def has_chat_template(self) -> bool:

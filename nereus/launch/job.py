@@ -20,6 +20,7 @@ from nereus.engines.sampling import SamplingParams
 from nereus.engines.train import AdamW
 from nereus.examples.chain_sum.answers import taught_answer
 from nereus.examples.chain_sum.warm_start import Progress, WarmModels, ensure_warm_start
+from nereus.hf_config import read_model, read_stop_ids
 from nereus.model import Head, ModelSpec
 from nereus.plan import Recompute, Role
 from nereus.recipe.config import OptimizerConfig, RunConfig, check_model
@@ -104,7 +105,7 @@ def _roles(config: RunConfig, models: WarmModels) -> dict[Role, RoleSetup]:
             continue
         assert folder is not None
         scalar = role in (Role.CRITIC, Role.REWARD)
-        spec = ModelSpec.from_folder(folder)
+        spec = read_model(folder)
         spec = spec.with_head(Head.SCORE) if scalar else spec
         check_folder(folder, spec, fresh_score=role is Role.CRITIC)
         roles[role] = RoleSetup(
@@ -129,7 +130,8 @@ def _optimizer(config: RunConfig, section: OptimizerConfig) -> AdamW:
 
 
 def _setup(config: RunConfig, data: RunData, roles: Mapping[Role, RoleSetup], reward: RewardPool | None) -> JobSetup:
-    stops = tuple(dict.fromkeys((data.tokenizer.eos_id, *config.rollout.stop_token_ids)))
+    own = read_stop_ids(roles[Role.ACTOR].folder)
+    stops = tuple(dict.fromkeys((data.tokenizer.eos_id, *own, *config.rollout.stop_token_ids)))
     return JobSetup(
         workflow=config.workflow,
         algorithm=PPO(PPOSettings.from_config(config)),

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from engine_builders import make_twin, spec_of
@@ -12,6 +13,7 @@ from nereus.checkpoint.hf import hf_config, init_folder, init_tensors, init_unit
 from nereus.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, check_folder, read_folder
 from nereus.data.tokenizers import byte_tokenizer, load_tokenizer
 from nereus.errors import ModelError
+from nereus.hf_config import read_config, read_model, read_stop_ids
 from nereus.model import Head, ModelSpec
 from nereus.plan import Layout
 from nereus.shards.boxes import Box
@@ -47,7 +49,7 @@ def assert_holds(state: RankState, whole: dict[str, torch.Tensor]) -> None:
 def test_every_rank_of_every_layout_loads_its_boxes(family: str, tied: bool, tmp_path: Path) -> None:
     twin = saved(tmp_path, family, tie_word_embeddings=tied)
     assert (tmp_path / INDEX_FILE).is_file(), "the folder should be sharded"
-    spec = ModelSpec.from_folder(tmp_path)
+    spec = read_model(tmp_path)
     assert spec == spec_of(twin) and spec.tied is tied
     check_folder(tmp_path, spec)
     whole = dict(twin.state_dict())
@@ -61,7 +63,7 @@ def test_every_rank_of_every_layout_loads_its_boxes(family: str, tied: bool, tmp
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_reward_model_loads_with_its_scalar_head(family: str, tmp_path: Path) -> None:
     twin = saved(tmp_path, family, head=Head.SCORE)
-    spec = ModelSpec.from_folder(tmp_path)
+    spec = read_model(tmp_path)
     assert spec.head is Head.SCORE
     state = state_of(spec, Layout(2, 2), 3)
     load_unit(tmp_path, spec, state)
@@ -79,7 +81,7 @@ def test_a_single_file_loads_as_shards_do(tmp_path: Path) -> None:
 
 def test_a_critic_starts_from_a_language_model_with_a_zero_head_only_where_that_is_asked_for(tmp_path: Path) -> None:
     twin = saved(tmp_path, "qwen3", tie_word_embeddings=True)
-    spec = ModelSpec.from_folder(tmp_path).with_head(Head.SCORE)
+    spec = read_model(tmp_path).with_head(Head.SCORE)
     state = state_of(spec, Layout(1, 1), 0)
     state.view("score.weight").fill_(3.0)
     with pytest.raises(ModelError, match=r"tensor score.weight is missing; it is a language model"):
@@ -105,7 +107,7 @@ def test_masters_take_the_full_precision_of_the_file(tmp_path: Path) -> None:
 def test_weights_of_another_dtype_are_converted(tmp_path: Path) -> None:
     twin = make_twin("llama").to(torch.bfloat16)
     twin.save_pretrained(str(tmp_path))
-    spec = ModelSpec.from_folder(tmp_path)
+    spec = read_model(tmp_path)
     state = state_of(spec, Layout(1, 1), 0, torch.float64)
     load_unit(tmp_path, spec, state)
     assert_holds(state, dict(twin.state_dict()))
@@ -119,7 +121,7 @@ def test_a_saved_folder_gives_transformers_the_same_model(family: str, head: Hea
     names = [param.name for param in spec.params]
     save_folder(tmp_path / "out", spec, ((n, twin.state_dict()[n]) for n in reversed(names)), max_shard_bytes=50_000)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 3
-    assert ModelSpec.from_folder(tmp_path / "out") == spec
+    assert read_model(tmp_path / "out") == spec
     auto = transformers.AutoModelForCausalLM if head is Head.LM else transformers.AutoModelForSequenceClassification
     loaded, report = auto.from_pretrained(str(tmp_path / "out"), output_loading_info=True)
     assert type(loaded) is type(twin)
@@ -135,7 +137,7 @@ def test_a_sliding_window_survives_saving(tmp_path: Path) -> None:
         twin = make_twin(family)
         spec = spec_of(twin)
         assert (spec.sliding_window is not None) == (family == "mistral")
-        assert ModelSpec.from_config(hf_config(spec)) == spec
+        assert read_config(hf_config(spec)) == spec
 
 
 def test_views_of_one_buffer_can_be_saved(tmp_path: Path) -> None:
@@ -247,3 +249,60 @@ def test_an_index_that_does_not_match_its_files_is_refused(tmp_path: Path) -> No
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", SMALL, "no such model folder")
     refused(tmp_path, SMALL, f"holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def with_tensors(folder: Path, change: dict[str, torch.Tensor]) -> None:
+    """Add or replace tensors of a folder's single weight file."""
+    path = str(folder / SINGLE_FILE)
+    safetensors.torch.save_file({**safetensors.torch.load_file(path), **change}, path, metadata={"format": "pt"})
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    twin = saved(tmp_path, "qwen3", shard="1GB", tie_word_embeddings=True)
+    spec, embedding = read_model(tmp_path), twin.state_dict()["model.embed_tokens.weight"]
+    with_tensors(tmp_path, {"lm_head.weight": embedding.clone()})
+    check_folder(tmp_path, spec)
+    other = embedding.clone()
+    other[-1, -1] += 1
+    with_tensors(tmp_path, {"lm_head.weight": other})
+    with pytest.raises(ModelError, match="lm_head.weight differs from model.embed_tokens.weight"):
+        check_folder(tmp_path, spec)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.5.mlp.up_proj.weight", "visual.proj.weight"]
+)
+def test_a_tensor_that_the_model_has_no_place_for_is_refused(name: str, tmp_path: Path) -> None:
+    saved(tmp_path, "llama", shard="1GB")
+    with_tensors(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    check_folder(tmp_path, read_model(tmp_path))
+    with_tensors(tmp_path, {name: torch.ones(4)})
+    with pytest.raises(ModelError, match=name):
+        check_folder(tmp_path, read_model(tmp_path))
+
+
+@pytest.mark.parametrize("stops", [(1,), (1, 90)])
+def test_generation_of_transformers_ends_where_ours_does(stops: tuple[int, ...], tmp_path: Path) -> None:
+    """The greedy tokens of the model, cut at the first stop: a saved folder says where that is."""
+    twin = make_twin("llama")
+    prompt = torch.tensor([[5, 17, 40]])
+    free = twin.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 3:].tolist()
+    stops = tuple(free[4 + i] for i in range(len(stops)))
+    spec = spec_of(twin)
+    save_folder(tmp_path / "out", spec, ((p.name, twin.state_dict()[p.name]) for p in spec.params), stop_ids=stops)
+    assert read_stop_ids(tmp_path / "out") == stops
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"))
+    ended = loaded.generate(prompt, max_new_tokens=12, do_sample=False)[0, 3:].tolist()
+    assert ended == free[: min(free.index(stop) for stop in stops) + 1]
+
+
+def test_stop_ids_are_those_of_the_generation_config_before_those_of_the_config(tmp_path: Path) -> None:
+    assert read_stop_ids(tmp_path) == ()
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert read_stop_ids(tmp_path) == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 200]}))
+    assert read_stop_ids(tmp_path) == (1, 200)
+    for wrong in ("[]", '{"eos_token_id": "x"}', '{"eos_token_id": [true]}', "{"):
+        (tmp_path / "generation_config.json").write_text(wrong)
+        with pytest.raises(ModelError, match="generation_config.json"):
+            read_stop_ids(tmp_path)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nereus.data.dataset import check_vocab, load_data
-from nereus.data.tokenizers import byte_tokenizer
+from nereus.data.tokenizers import byte_tokenizer, load_tokenizer
 from nereus.errors import DataError
 from nereus.examples.chain_sum.answers import taught_answer
 from nereus.recipe.config import RunConfig, load_config, parse_config
@@ -48,5 +48,21 @@ def test_a_tokenizer_larger_than_the_models_vocabulary_is_refused() -> None:
     assert config.model.shape is not None
     spec = config.model.shape.spec(vocab=258)
     check_vocab(byte_tokenizer(), spec)
-    with pytest.raises(DataError, match="byte: the tokenizer has 258 tokens; the model has 257"):
+    with pytest.raises(DataError, match=r"byte: token .* has id 257; the model's vocabulary has 257 rows"):
         check_vocab(byte_tokenizer(), dataclasses.replace(spec, vocab=257))
+
+
+def test_an_id_beyond_the_number_of_tokens_counts(tmp_path: Path) -> None:
+    """A tokenizer of 259 entries of which one has id 300: a model of 280 rows has no row for it."""
+    byte_tokenizer().save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["model"]["vocab"]["far"] = 300
+    path.write_text(json.dumps(document), encoding="utf-8")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 301
+    config = load_config(RECIPE)
+    assert config.model.shape is not None
+    with pytest.raises(DataError, match="token 'far' has id 300; the model's vocabulary has 280 rows"):
+        check_vocab(tokenizer, config.model.shape.spec(vocab=280))
+    check_vocab(tokenizer, config.model.shape.spec(vocab=301))

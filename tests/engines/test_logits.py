@@ -89,7 +89,7 @@ def test_a_qwen_window_on_all_layers_or_none_equals_that_of_transformers(first: 
 
 def test_a_window_on_some_layers_only_is_refused() -> None:
     twin = make_twin("qwen3", sliding_window=16, use_sliding_window=True, max_window_layers=2)
-    with pytest.raises(ModelError, match="layer 2 of 5"):
+    with pytest.raises(ModelError, match="3 of 5 layers"):
         spec_of(twin)
 
 

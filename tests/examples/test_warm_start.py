@@ -16,7 +16,8 @@ from nereus.engines.pipeline import Pipeline
 from nereus.engines.transformer import StageModel
 from nereus.examples.chain_sum.answers import WarmStart, taught_answer
 from nereus.examples.chain_sum.warm_start import WARMUP_STEPS, WarmModels, ensure_warm_start, warm_rate
-from nereus.model import Head, ModelSpec
+from nereus.hf_config import read_model
+from nereus.model import Head
 from nereus.plan import Layout
 from nereus.recipe.config import RunConfig, parse_config
 from nereus.shards.state import RankState, StateKind, state_dtypes, zeros_on
@@ -49,7 +50,7 @@ def made(config: RunConfig, said: list[str] | None = None) -> WarmModels:
 
 
 def weights(folder: Path) -> torch.Tensor:
-    spec = ModelSpec.from_folder(folder)
+    spec = read_model(folder)
     kinds = state_dtypes(torch.float32, trains=False)
     state = RankState.allocate(spec, Layout(), 0, dtypes=kinds, allocator=zeros_on(torch.device("cpu")))
     load_unit(folder, spec, state)
@@ -79,7 +80,7 @@ def test_another_setting_is_another_warm_start(tmp_path: Path, change: dict[str,
 def test_a_reward_model_is_trained_beside_the_actor(tmp_path: Path) -> None:
     models = made(config_of(tmp_path, reward_steps=3))
     assert models.reward is not None
-    assert ModelSpec.from_folder(models.reward).head is Head.SCORE
+    assert read_model(models.reward).head is Head.SCORE
     assert bool(weights(models.reward).isfinite().all())
 
 
@@ -108,7 +109,7 @@ def test_it_teaches(tmp_path: Path) -> None:
     batch = RolloutBatch.from_samples(
         Sample(i, 0, e.prompt_tokens, e.response_tokens, finished=True) for i, e in enumerate(examples)
     )
-    spec = ModelSpec.from_folder(folder := made(config).actor)
+    spec = read_model(folder := made(config).actor)
     kinds = state_dtypes(torch.float32, trains=False)
     state = RankState.allocate(spec, Layout(), 0, dtypes=kinds, allocator=zeros_on(torch.device("cpu")))
     load_unit(folder, spec, state)

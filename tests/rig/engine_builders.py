@@ -27,6 +27,7 @@ from nereus.algorithms.buffer import RolloutBatch
 from nereus.algorithms.types import OutputKind, Outputs
 from nereus.engines.meter import Meter
 from nereus.engines.train import AdamW, RankGroups, Trainer, UpdateResult
+from nereus.hf_config import read_config
 from nereus.model import Head, ModelSpec
 from nereus.plan import ACTOR_TRAINING, Layout, Recompute, StagePlan
 from nereus.runtime.ranks import join_groups, rank_group_specs
@@ -81,7 +82,7 @@ def make_twin(family: str, *, head: Head = Head.LM, seed: int = 0, **sizes: Any)
 
 def spec_of(twin: PreTrainedModel) -> ModelSpec:
     """The spec of a twin's config, as it would be read from its folder."""
-    return ModelSpec.from_config({**twin.config.to_dict(), "architectures": [type(twin).__name__]})
+    return read_config({**twin.config.to_dict(), "architectures": [type(twin).__name__]})
 
 
 def in_float64(twin: PreTrainedModel) -> PreTrainedModel:

@@ -24,6 +24,7 @@ from nereus.data.dataset import RunData
 from nereus.data.tokenizers import Tokenizer
 from nereus.engines.train import AdamW, RankGroups, Trainer
 from nereus.examples.chain_sum.answers import WarmStart
+from nereus.hf_config import read_model, read_stop_ids
 from nereus.model import Head, ModelSpec
 from nereus.plan import Layout
 from nereus.recipe.config import RunConfig
@@ -96,9 +97,7 @@ def _train_actor(
     config: RunConfig, tokenizer: Tokenizer, data: WarmStart, folder: Path, progress: Progress
 ) -> ModelSpec:
     warm, shape = config.warm_start, config.model.shape
-    spec = (
-        shape.spec(vocab=tokenizer.vocab_size) if shape is not None else ModelSpec.from_folder(str(config.model.path))
-    )
+    spec = shape.spec(vocab=tokenizer.vocab_size) if shape is not None else read_model(str(config.model.path))
     state = _new_state(spec)
     if shape is not None:
         init_unit(spec, state, seed=config.trainer.seed)
@@ -113,7 +112,8 @@ def _train_actor(
         batch = RolloutBatch.from_samples(samples)
         trainer.update(batch, LikelihoodObjective(counts=batch.counts), micro_batch=MICRO_BATCH)
         progress("warm start: teaching the task", step + 1, warm.steps)
-    save_folder(folder / "actor", spec, _tensors(state), tokenizer_folder=folder / "tokenizer")
+    stops = dict.fromkeys((tokenizer.eos_id, *(read_stop_ids(config.model.path) if config.model.path else ())))
+    save_folder(folder / "actor", spec, _tensors(state), tokenizer_folder=folder / "tokenizer", stop_ids=tuple(stops))
     return spec
 
 
