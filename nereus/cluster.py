@@ -8,7 +8,7 @@ import enum
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,18 @@ class Cluster:
             found.setdefault(device.node, []).append(device)
         return {node: tuple(devices) for node, devices in found.items()}
 
+    def to_json(self) -> dict[str, Any]:
+        """As `events.jsonl` has it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Cluster":
+        return cls(
+            tuple(Device(**row) for row in fields["devices"]),
+            tuple(Accelerator(**row) for row in fields["accelerators"]),
+            fields["cores_per_node"],
+        )
+
     def device(self, device_id: int) -> Device:
         return self._by_id[device_id]
 
@@ -112,6 +124,9 @@ class Cluster:
         keep = set(device_ids)
         return dataclasses.replace(self, devices=tuple(d for d in self.devices if d.id in keep))
 
+
+HEADROOM = 0.10
+"""Share of a device's memory that no plan and no transition may use."""
 
 _SHORT = re.compile(r"^(\d+)x(\d+)x([a-z0-9._-]+)$", re.IGNORECASE)
 

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from nereus.decide.adaptation import Adaptation
-from nereus.decide.decider import Action, Ruling
+from nereus.decide.decider import Action, Outlook, Ruling
 from nereus.errors import ClusterError, PlanError, TransitionAborted
 from nereus.plan import Plan
 from nereus.reports.control import Requests
 from nereus.reports.events import Evaluation, Event, StepEnd, TransitionEnd, TransitionFailed
 from nereus.runtime.seam import Runtime
-from nereus.transition.operations import TransitionReport
+from nereus.transition.judged import Transition
+from nereus.transition.operations import Infeasible, TransitionReport
 
 PAUSE_POLL_S = 0.25
 """How often a paused run looks at its supply."""
@@ -65,11 +66,15 @@ class Boundary:
 
 
 class Controller:
-    """Drives one runtime through one course. Without an `adaptation` only the recipe and people change the plan."""
+    """Drives one runtime through one course. Without an `adaptation` only the recipe and people change the plan.
+
+    outlook: judges what those want; the adaptation's decider asks the same one.
+    """
 
     def __init__(
         self,
         runtime: Runtime,
+        outlook: Outlook,
         course: Course,
         observer: Observer,
         *,
@@ -78,7 +83,8 @@ class Controller:
         clock: Clock,
         adaptation: Adaptation | None = None,
     ) -> None:
-        self._runtime, self._course, self._observe, self._progress = runtime, course, observer, progress
+        self._runtime, self._outlook = runtime, outlook
+        self._course, self._observe, self._progress = course, observer, progress
         self._requests, self._clock, self._adaptation = requests, clock, adaptation
 
     def run(self) -> None:
@@ -102,17 +108,19 @@ class Controller:
             )
             if self._adaptation is not None:
                 self._adaptation.ended(report)
+            else:
+                self._outlook.occupy(report.engine_bytes)
             self._evaluate(step)
 
     def _boundary(self, step: int) -> Boundary:
         """Everything that may change the plan before a step: recipe and people first, then what adapts."""
-        transition_s = sum(self._move(step, change) for change in self._wanted(step))
+        transition_s = sum(self._change(step, change) for change in self._wanted(step))
         if self._adaptation is None:
             return Boundary(transition_s)
         decision_s = 0.0
         while True:
             begun = time.perf_counter()
-            ruling = self._adaptation.rule(step, now_s=self._clock.now_s())
+            ruling = self._adaptation.rule(step, now_s=self._clock.now_s(), cluster=lambda: self._runtime.cluster)
             decision_s += time.perf_counter() - begun
             transition_s += self._act(step, ruling)
             if not self._adaptation.paused:
@@ -129,9 +137,8 @@ class Controller:
         """Carry out a ruling; the seconds it took."""
         begun = time.perf_counter()
         if ruling.action is Action.MOVE:
-            target = ruling.target
-            assert target is not None
-            return self._move(step, lambda current: target)
+            assert ruling.transition is not None
+            return self._move(step, ruling.transition)
         if ruling.action is Action.PAUSE and self._runtime.plan.stages:
             self._progress("saving state and pausing before step", step, self._course.steps)
             self._runtime.suspend(step - 1)
@@ -155,24 +162,40 @@ class Controller:
         self._observe(TransitionEnd(step, before, target, report))
         self._adaptation.moved(target)
 
-    def _move(self, step: int, change: Callable[[Plan], Plan]) -> float:
-        """A live transition; the seconds it took. One that is refused or aborted is told and changes nothing."""
-        current, target = self._runtime.plan, None
+    def _change(self, step: int, change: Callable[[Plan], Plan]) -> float:
+        """What a recipe or a person wants, judged as every move is; the seconds it took."""
+        current = self._runtime.plan
         try:
             target = change(current)
-            if target == current:
-                return 0.0
-            self._progress("moving to another plan before step", step, self._course.steps)
-            report = self._runtime.transition(target)
-        except (TransitionAborted, PlanError, ClusterError) as error:
-            self._observe(TransitionFailed(step, current, target, str(error)))
-            if self._adaptation is not None and target is not None:
-                self._adaptation.aborted(target, step)
+        except PlanError as error:
+            self._observe(TransitionFailed(step, current, None, str(error)))
             return 0.0
-        self._observe(TransitionEnd(step, current, target, report))
+        if target == current:
+            return 0.0
+        found = self._outlook.assess(current, target)
+        if isinstance(found, Infeasible):
+            self._failed(step, target, found.reason)
+            return 0.0
+        return self._move(step, found)
+
+    def _move(self, step: int, transition: Transition) -> float:
+        """A live transition; the seconds it took. One that is aborted is told and changes nothing."""
+        self._progress("moving to another plan before step", step, self._course.steps)
+        try:
+            report = self._runtime.transition(transition)
+        except (TransitionAborted, ClusterError) as error:
+            self._failed(step, transition.target, str(error))
+            return 0.0
+        current, target, predicted_s = transition.current, transition.target, transition.seconds
+        self._observe(TransitionEnd(step, current, target, report, predicted_s))
         if self._adaptation is not None:
-            self._adaptation.moved(target, seconds=report.seconds)
+            self._adaptation.moved(target, seconds=report.seconds, predicted_s=predicted_s)
         return report.seconds
+
+    def _failed(self, step: int, target: Plan, reason: str) -> None:
+        self._observe(TransitionFailed(step, self._runtime.plan, target, reason))
+        if self._adaptation is not None:
+            self._adaptation.aborted(target, step)
 
     def _evaluate(self, step: int) -> None:
         if self._course.evaluates_after(step):

@@ -64,8 +64,9 @@ class TableRuntime(Runtime):
     def evaluate(self):
         return {}
 
-    def transition(self, target):
-        assert target != self.plan
+    def transition(self, transition):
+        target = transition.target
+        assert transition.current == self.plan != target
         if self._aborts:
             self._aborts -= 1
             self.asked.append(("aborted", target))
@@ -93,14 +94,13 @@ def controlled(folder, counts, num_steps, *, transitions=None, infeasible=frozen
     """(what the runtime was asked, events) of a run under a trace of counts."""
     time, events = VirtualTime(), [Start(0, config={}, cluster={}, models={}, plan=PLAN)]
     runtime = TableRuntime(time, aborts)
-    adaptation = None
+    adaptation, outlook = None, TableOutlook(transition_s=0.5, infeasible=infeasible)
     if counts:
-        outlook = TableOutlook(transition_s=0.5, infeasible=infeasible)
         decider = Decider(Policy(), outlook, PLAN, lengths=lengths())
         adaptation = Adaptation(TraceSupply(trace_of_counts(counts, seed=seed)), decider, events.append)
     Controller(
-        runtime, Course(num_steps, 0, transitions or {}), events.append, progress=lambda what, step, steps: None,
-        requests=Requests(folder), clock=time.clock, adaptation=adaptation,
+        runtime, outlook, Course(num_steps, 0, transitions or {}), events.append,
+        progress=lambda what, step, steps: None, requests=Requests(folder), clock=time.clock, adaptation=adaptation,
     ).run()  # fmt: skip
     return runtime.asked, events
 
@@ -170,7 +170,8 @@ def test_a_device_with_a_notice_is_left_so_early_that_moving_ends_before_its_dea
     notices.write_text('{"device": 3, "deadline_s": 20}')
     time, events = VirtualTime(), []
     runtime = TableRuntime(time, transition_s=6.0)
-    decider = Decider(Policy(), TableOutlook(transition_s=6.0), PLAN, lengths=lengths())
+    outlook = TableOutlook(transition_s=6.0)
+    decider = Decider(Policy(), outlook, PLAN, lengths=lengths())
     ended_s = {}
 
     def observe(event):
@@ -179,11 +180,41 @@ def test_a_device_with_a_notice_is_left_so_early_that_moving_ends_before_its_dea
             ended_s[event.step] = time.now_s
 
     Controller(
-        runtime, Course(20, 0, {}), observe, progress=lambda what, step, steps: None, requests=Requests(tmp_path),
-        clock=time.clock, adaptation=Adaptation(NoticedSupply(StaticSupply(range(4)), notices), decider, observe),
+        runtime, outlook, Course(20, 0, {}), observe, progress=lambda what, step, steps: None,
+        requests=Requests(tmp_path), clock=time.clock,
+        adaptation=Adaptation(NoticedSupply(StaticSupply(range(4)), notices), decider, observe),
     ).run()  # fmt: skip
     assert list(ended_s.values()) == [13.0], "seven steps, then the move"
     assert [e.verdict for e in events if isinstance(e, Decision) and e.action == "move"] == ["urgent"]
+
+
+def test_what_was_judged_is_what_is_executed_whoever_wanted_it(tmp_path):
+    """Not a transition to the same plan, but the very value, with its prediction in the log."""
+    judged = []
+
+    class Judging(TableOutlook):
+        def assess(self, current, target):
+            judged.append(super().assess(current, target))
+            return judged[-1]
+
+    executed = []
+
+    class Executing(TableRuntime):
+        def transition(self, transition):
+            executed.append(transition)
+            return super().transition(transition)
+
+    time, events, outlook = VirtualTime(), [], Judging(transition_s=0.5)
+    decider = Decider(Policy(), outlook, PLAN, lengths=lengths())
+    supply = TraceSupply(trace_of_counts([(0.0, 4), (2.5, 3)], seed=0))
+    Controller(
+        Executing(time), outlook, Course(6, 0, {2: lambda current: plan_on(0, 1)}), events.append,
+        progress=lambda what, step, steps: None, requests=Requests(tmp_path), clock=time.clock,
+        adaptation=Adaptation(supply, decider, events.append),
+    ).run()  # fmt: skip
+    assert len(executed) >= 2 and all(any(one is other for other in judged) for one in executed)
+    moves = [e for e in events if isinstance(e, TransitionEnd)]
+    assert [e.predicted_s for e in moves] == [transition.seconds for transition in executed]
 
 
 def test_people_can_reshape_and_stop_a_run_between_two_steps(tmp_path):

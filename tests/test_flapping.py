@@ -126,7 +126,7 @@ def run(folder: Path, setup: JobSetup, rollouts: Rollouts, num_steps: int, count
         adaptation = Adaptation(TraceSupply(trace_of_counts(counts, seed=1)), decider_of(CONFIG, outlook, PLAN), told)
     try:
         Controller(
-            runtime, Course(num_steps, 0, {}), told, progress=lambda what, step, steps: None,
+            runtime, outlook, Course(num_steps, 0, {}), told, progress=lambda what, step, steps: None,
             requests=Requests(folder), clock=time.clock, adaptation=adaptation,
         ).run()  # fmt: skip
     finally:

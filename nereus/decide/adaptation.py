@@ -8,6 +8,7 @@ It neither runs nor moves anything, and reads no clock: the controller says what
 
 from collections.abc import Callable
 
+from nereus.cluster import Cluster
 from nereus.decide.decider import Decider, Ruling, supply_event
 from nereus.decide.signals import Signals
 from nereus.plan import Plan
@@ -17,33 +18,47 @@ from nereus.supply.supply import Supply, SupplyView
 
 
 class Adaptation:
-    """The decisions of one run. `observe` is told of every event, in order."""
+    """The decisions of one run. `observe` is told of every event, in order.
 
-    def __init__(self, supply: Supply, decider: Decider, observe: Callable[[Event], None]) -> None:
+    cluster: what the decider knows the devices as, where those may change.
+    """
+
+    def __init__(
+        self, supply: Supply, decider: Decider, observe: Callable[[Event], None], *, cluster: Cluster | None = None
+    ) -> None:
         self._supply, self._decider, self._observe = supply, decider, observe
         self._view: SupplyView | None = None
+        self._cluster = cluster
 
     @property
     def paused(self) -> bool:
         """Whether the job waits, off all devices, for a supply that holds a plan."""
         return self._decider.plan is None
 
-    def rule(self, step: int, *, now_s: float) -> Ruling:
-        """The ruling before `step`, `now_s` seconds into the run. While paused an unchanged supply changes nothing."""
+    def rule(self, step: int, *, now_s: float, cluster: Callable[[], Cluster | None] = lambda: None) -> Ruling:
+        """The ruling before `step`, `now_s` seconds into the run. While paused an unchanged supply changes nothing.
+
+        cluster: the devices as they are; asked after the supply, which may have given ids to devices that joined.
+        """
         view = self._supply.at(now_s)
-        if view == self._view and self.paused:
+        found = cluster()
+        regrouped = found if found != self._cluster else None
+        self._cluster = found
+        if view == self._view and not regrouped and self.paused:
             return Ruling(step, None)
-        if view != self._view:
+        if view != self._view or regrouped:
             self._view = view
-            self._observe(supply_event(step, view))
+            self._observe(supply_event(step, view, regrouped))
+        if regrouped:
+            self._decider.recluster(regrouped)
         ruling = self._decider.boundary(step, view)
         for event in ruling.events:
             self._observe(event)
         return ruling
 
-    def moved(self, target: Plan, *, seconds: float | None = None) -> None:
-        """The job is on `target`: by a ruling, a recipe or a hand. seconds: of a live transition."""
-        self._decider.moved(target, seconds=seconds)
+    def moved(self, target: Plan, *, seconds: float | None = None, predicted_s: float = 0.0) -> None:
+        """The job is on `target`: by a ruling, a recipe or a hand. seconds, predicted_s: of a live transition."""
+        self._decider.moved(target, seconds=seconds, predicted_s=predicted_s)
 
     def aborted(self, target: Plan, step: int) -> None:
         """A transition to `target` before `step` was refused or rolled back; its event has been observed."""

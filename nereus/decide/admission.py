@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from nereus.plan import Plan
+from nereus.transition.judged import Transition
+from nereus.transition.operations import Infeasible
 
 CORRECTION_WEIGHT = 0.5
 """Weight of the newest measured transition in the correction (of its logarithm)."""
@@ -40,14 +42,16 @@ class Offer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assessment:
-    """What moving to a plan takes. reason: why it is infeasible, else empty."""
+    """How a plan can be reached. transition_s: what that is expected to take, corrected by what was measured.
+
+    transition: None where the plan is started from saved state.
+    """
 
     transition_s: float
-    feasible: bool
-    reason: str = ""
+    transition: Transition | None = None
 
 
-Assess = Callable[[Plan], Assessment]
+Assess = Callable[[Plan], Assessment | Infeasible]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,12 +104,16 @@ class Numbers:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was decided about a target. `reason` is one sentence; `numbers` None where it never came to numbers."""
+    """What was decided about a target. `reason` is one sentence; `numbers` None where it never came to numbers.
+
+    transition: what was judged, and so what is executed where the move is live.
+    """
 
     name: ClassVar[str]
     target: Plan | None
     reason: str
     numbers: Numbers | None
+    transition: Transition | None = dataclasses.field(default=None, compare=False, kw_only=True)
 
     @property
     def moves(self) -> bool:
@@ -139,22 +147,22 @@ def judge(offers: Sequence[Offer], terms: Terms, assess: Assess) -> Admit | Decl
     if not offers:
         return Decline(None, "The plan in force is the fastest that fits.", None)
     refused: list[str] = []
-    judged: list[tuple[Offer, Numbers]] = []
+    judged: list[tuple[Offer, Numbers, Transition | None]] = []
     for offer in offers:
         assessment = assess(offer.plan)
-        if not assessment.feasible:
+        if isinstance(assessment, Infeasible):
             refused.append(assessment.reason)
             continue
         horizon = min(terms.horizon_steps, offer.horizon_steps)
-        judged.append((offer, Numbers(terms.current_s, offer.step_s, assessment.transition_s, horizon, terms.gamma)))
+        found = Numbers(terms.current_s, offer.step_s, assessment.transition_s, horizon, terms.gamma)
+        judged.append((offer, found, assessment.transition))
         if not terms.best_margin:
             break
     if not judged:
         return Decline(offers[0].plan, f"No target can be reached: {refused[0]}.", None)
-    offer, numbers = max(judged, key=lambda pair: pair[1].margin_s)
-    if numbers.pays:
-        return Admit(offer.plan, _sentence(offer, numbers, terms), numbers)
-    return Decline(offer.plan, _sentence(offer, numbers, terms), numbers)
+    offer, numbers, transition = max(judged, key=lambda row: row[1].margin_s)
+    verdict = Admit if numbers.pays else Decline
+    return verdict(offer.plan, _sentence(offer, numbers, terms), numbers, transition=transition)
 
 
 def judge_urgent(offers: Sequence[Offer], *, current_s: float, cause: str, assess: Assess) -> Urgent | Decline:
@@ -162,13 +170,13 @@ def judge_urgent(offers: Sequence[Offer], *, current_s: float, cause: str, asses
     refused: list[str] = []
     for offer in offers:
         assessment = assess(offer.plan)
-        if assessment.feasible:
+        if not isinstance(assessment, Infeasible):
             numbers = Numbers(current_s, offer.step_s, assessment.transition_s, 0.0, 0.0)
             step = f"a step then takes {_seconds(offer.step_s)}"
             text = (
                 f"The plan in force cannot stay: {cause}; moving takes {_seconds(assessment.transition_s)} and {step}."
             )
-            return Urgent(offer.plan, text, numbers)
+            return Urgent(offer.plan, text, numbers, transition=assessment.transition)
         refused.append(assessment.reason)
     target = offers[0].plan if offers else None
     why = refused[0] if refused else "no plan fits the devices that are left"

@@ -19,9 +19,10 @@ import dataclasses
 import enum
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from nereus.cluster import Cluster
 from nereus.decide.admission import (
     Aborts,
     Assessment,
@@ -37,6 +38,8 @@ from nereus.decide.triggers import Crossings, Drift, Memory, Signal, Supply, Tri
 from nereus.plan import Plan, format_devices
 from nereus.reports.events import Decision, Event, SupplyChange, TriggerFired
 from nereus.supply.supply import SupplyView
+from nereus.transition.judged import Transition
+from nereus.transition.operations import Infeasible
 
 MEASURED_STEPS = 3
 """Steps after which a run's first plan is examined for the first time."""
@@ -102,12 +105,20 @@ class Outlook(abc.ABC):
         """
 
     @abc.abstractmethod
-    def assess(self, current: Plan, target: Plan) -> Assessment:
-        """What moving takes, uncorrected."""
+    def assess(self, current: Plan, target: Plan) -> Transition | Infeasible:
+        """The transition between two plans with what it is predicted to take, uncorrected; or why there is none."""
 
     @abc.abstractmethod
     def learn(self, plan: Plan, signals: Signals) -> None:
         """A step of `plan` was measured."""
+
+    @abc.abstractmethod
+    def occupy(self, engine_bytes: Mapping[int, int]) -> None:
+        """Every step tells what engines hold beside the state when it has ended, in bytes by device."""
+
+    @abc.abstractmethod
+    def recluster(self, cluster: Cluster) -> None:
+        """The same device ids now stand for these devices: nodes have joined or gone."""
 
     @abc.abstractmethod
     def freeze(self) -> None:
@@ -143,6 +154,11 @@ class Ruling:
     def target(self) -> Plan | None:
         """The plan to be on after the action; None where it stays."""
         return self.verdict.target if self.verdict and self.action in (Action.MOVE, Action.RESTART) else None
+
+    @property
+    def transition(self) -> Transition | None:
+        """What a live move executes: the transition that was judged."""
+        return self.verdict.transition if self.verdict and self.action is Action.MOVE else None
 
     @property
     def events(self) -> list[Event]:
@@ -236,10 +252,12 @@ class Decider:
         target_s = self._expected(ruling.target).step_s if ruling.target else staying
         return dataclasses.replace(ruling, predicted_step_s=target_s)
 
-    def moved(self, target: Plan, *, seconds: float | None = None) -> None:
-        """The job is on `target` now. seconds: of the live transition, None where it was started from saved state."""
+    def moved(self, target: Plan, *, seconds: float | None = None, predicted_s: float = 0.0) -> None:
+        """The job is on `target` now.
+
+        seconds: of the live transition, None where it was started from saved state. predicted_s: before correction.
+        """
         if self.plan is not None and seconds is not None and self.plan != target:
-            predicted_s = self._outlook.assess(self.plan, target).transition_s
             self._correction = self._correction.observed(predicted_s=predicted_s, measured_s=seconds)
             self._longest_move_s = max(self._longest_move_s, seconds)
         self.plan = target
@@ -248,6 +266,10 @@ class Decider:
         self._pending = self._still_faster(target)
         self._measured_on_plan = 0
         self._efficiency = self._efficiency.expecting(self._efficiency.reference)
+
+    def recluster(self, cluster: Cluster) -> None:
+        """The device ids stand for these devices from the next boundary on."""
+        self._outlook.recluster(cluster)
 
     def aborted(self, target: Plan, step: int) -> None:
         """A transition to `target` before `step` was refused or rolled back; the plan in force stays.
@@ -260,6 +282,7 @@ class Decider:
     def observe(self, signals: Signals) -> None:
         """A step of the plan in force has ended."""
         assert self.plan is not None, "a step ran while the job was paused"
+        self._outlook.occupy(signals.engine_bytes)
         self._recent.append(signals)
         self._lengths = _average([s.lengths for s in list(self._recent)[-RECENT_STEPS:]])
         self._length, length = self._length.seen(signals.lengths.mean)
@@ -297,7 +320,7 @@ class Decider:
         """Predicted seconds of moving to the devices that stay, kept until the next replan or move; 0 if none can."""
         if kept not in self._exits:
             plans = self._outlook.plans(self.plan, self._lengths, kept) if self._gone(kept) else []
-            ways = [way.transition_s for way in map(self._assess, plans) if way.feasible]
+            ways = [way.transition_s for way in map(self._assess, plans) if not isinstance(way, Infeasible)]
             self._exits[kept] = ways[0] if ways else 0.0
         return self._exits[kept]
 
@@ -436,18 +459,19 @@ class Decider:
         known = [plan for plan in self._measured if plan != self.plan and set(plan.devices) <= set(devices)]
         return [plan for plan in known if self._outlook.predict(plan, self._lengths).memory_share <= 1]
 
-    def _assess_open(self, step: int, target: Plan, *, urgent: bool = False) -> Assessment:
+    def _assess_open(self, step: int, target: Plan, *, urgent: bool = False) -> Assessment | Infeasible:
         """What moving takes; a target that aborts have closed cannot be reached live."""
         closed = self._aborts.closed(target, step, urgent=urgent) if self.plan else None
-        return Assessment(0.0, feasible=False, reason=closed) if closed else self._assess(target)
+        return Infeasible(closed) if closed else self._assess(target)
 
-    def _assess(self, target: Plan) -> Assessment:
+    def _assess(self, target: Plan) -> Assessment | Infeasible:
         if self.plan is None:
-            return Assessment(0.0, feasible=True)
+            return Assessment(0.0)
         found = self._outlook.assess(self.plan, target)
-        if self.policy.paper:
+        if isinstance(found, Infeasible):
             return found
-        return dataclasses.replace(found, transition_s=self._correction.corrected(found.transition_s))
+        seconds = found.seconds if self.policy.paper else self._correction.corrected(found.seconds)
+        return Assessment(seconds, found)
 
     def _gone(self, devices: tuple[int, ...]) -> list[int]:
         """Devices of the plan in force that must not be used any more."""
@@ -477,9 +501,12 @@ class Decider:
         self._efficiency = efficiency.reset(None if self.policy.paper else self._bias)
 
 
-def supply_event(step: int, view: SupplyView) -> SupplyChange:
-    """The event to write before `boundary` wherever the view differs from the last one."""
-    return SupplyChange(step, view.devices, tuple(a.to_json() for a in view.announced), view.deadline_s)
+def supply_event(step: int, view: SupplyView, cluster: Cluster | None = None) -> SupplyChange:
+    """The event to write before `boundary` wherever the view differs from the last one.
+
+    cluster: the devices, where they differ from those known so far.
+    """
+    return SupplyChange(step, view.devices, tuple(a.to_json() for a in view.announced), view.deadline_s, cluster)
 
 
 def _announced(view: SupplyView) -> frozenset[int]:

@@ -2,7 +2,7 @@
 
     lengths -> workload -> price (planner) ---------------> Prediction
     devices -> search, near the current plan, assign ------> plans, fastest first
-    two plans -> build_dag, transition_seconds -----------> Assessment
+    two plans -> plan_transition -------------------------> Transition, which is what is executed
     a measured step -> bills of what it did -> Calibration: all of the above
 
 Everything is a function of the job, the calibration it started with, and the steps it was told of.
@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from nereus.cluster import Accelerator, Cluster, Device, Link
-from nereus.decide.admission import Assessment
+from nereus.cluster import Cluster, Link
 from nereus.decide.decider import Decider, Outlook, Policy, Prediction
 from nereus.decide.signals import LengthSummary, Signals
 from nereus.engine_facts import Op
@@ -36,10 +35,9 @@ from nereus.planner.workload import Workload
 from nereus.recipe.config import RunConfig, parse_config
 from nereus.reports.events import read_events
 from nereus.transition.assignment import assign
-from nereus.transition.dag import build_dag
+from nereus.transition.judged import Transition, plan_transition
 from nereus.transition.operations import Infeasible
 from nereus.transition.price import DeviceTable, Rates, StageState
-from nereus.transition.schedule import transition_seconds
 from nereus.workflow import Workflow
 
 PRECISIONS = {"fp32": FP32, "bf16": BF16, "fp64": FP64}
@@ -112,7 +110,7 @@ class JobShape:
         """The shape recorded in a `start` event."""
         config = parse_config(start["config"])
         specs = {Role(role): _spec(fields) for role, fields in start["models"].items()}
-        return cls.of(config, specs, _cluster(start["cluster"]))
+        return cls.of(config, specs, Cluster.from_json(start["cluster"]))
 
     @property
     def first_lengths(self) -> LengthSummary:
@@ -150,7 +148,8 @@ class ModelOutlook(Outlook):
         self._settings: dict[Plan, Settings] = {}
         self._clusters: dict[tuple[int, ...], Cluster] = {}
         self._states = job.states()
-        self._table = self._device_table({})
+        self._engine_bytes: Mapping[int, int] = {}
+        self._table = self._device_table()
 
     def predict(self, plan: Plan, lengths: LengthSummary, *, frozen: bool = False) -> Prediction:
         found = self._price(plan, lengths, self._frozen if frozen else self.calibration)
@@ -174,19 +173,43 @@ class ModelOutlook(Outlook):
                 found.append(self._near(current, near.plan))
         return list(dict.fromkeys(found))
 
-    def assess(self, current: Plan, target: Plan) -> Assessment:
-        rates = self._rates()
-        dag = build_dag(current, target, states=self._states, table=self._table, rates=rates)
-        if isinstance(dag, Infeasible):
-            return Assessment(0.0, feasible=False, reason=dag.reason)
-        starts = not set(target.devices) <= set(current.devices)
-        start_s = self.job.worker_start_s if starts else 0.0
-        return Assessment(start_s + transition_seconds(dag, rates), feasible=True)
+    def assess(self, current: Plan, target: Plan) -> Transition | Infeasible:
+        refusal = self._inadmissible(target)
+        if refusal:
+            return Infeasible(refusal)
+        return plan_transition(
+            current,
+            target,
+            states=self._states,
+            table=self._table,
+            rates=self._rates(),
+            start_s=self.job.worker_start_s,
+        )
+
+    def _inadmissible(self, target: Plan) -> str | None:
+        """Why the job, its models or its devices do not admit a plan that a recipe or a person wrote."""
+        have = self.job.cluster.device_ids
+        try:
+            self.job.workflow.check_plan(target)
+            for m, stage_plan in target.stages:
+                self.job.specs[m.role].check_layout(**stage_plan.layout.axes)
+        except PlanError as error:
+            return str(error)
+        unknown = sorted(set(target.devices).difference(have))
+        return f"device {format_devices(unknown)} does not exist; there are {format_devices(have)}" if unknown else None
+
+    def occupy(self, engine_bytes: Mapping[int, int]) -> None:
+        self._engine_bytes = engine_bytes
+        self._table = self._device_table()
+
+    def recluster(self, cluster: Cluster) -> None:
+        self.job = dataclasses.replace(self.job, cluster=cluster)
+        self._clusters.clear()
+        self._settings.clear()
+        self._table = self._device_table()
 
     def learn(self, plan: Plan, signals: Signals) -> None:
-        """Learn from the seconds of operation classes where they were measured, and of every model-stage; and what
-        memory engines hold."""
-        self._table = self._device_table(signals.engine_bytes)
+        """Learn from the seconds of operation classes where they were measured, and of every model-stage."""
         priced = self._price(plan, signals.lengths, self.calibration)
         accelerator = self._slowest(plan.devices)
         plain = self.calibration.lines(accelerator)
@@ -229,13 +252,13 @@ class ModelOutlook(Outlook):
             [(key, work, count)], seconds / share, accelerator=accelerator, noise=OPERATION_NOISE
         )
 
-    def _device_table(self, engine_bytes: Mapping[int, int]) -> DeviceTable:
-        """What devices have for a transition, as the runtime has it too. engine_bytes: by device, not to be had."""
+    def _device_table(self) -> DeviceTable:
+        """What devices have for a transition: less what engines held beside the state when the last step ended."""
         job = self.job
         return DeviceTable.of(
             job.cluster,
             headroom=job.limits.headroom,
-            reserved_bytes=engine_bytes,
+            reserved_bytes=self._engine_bytes,
             host_bytes_per_node=job.host_bytes_per_node,
         )
 
@@ -305,14 +328,6 @@ def _spec(fields: Mapping[str, Any]) -> ModelSpec:
     return ModelSpec(**{**fields, **changed})
 
 
-def _cluster(fields: Mapping[str, Any]) -> Cluster:
-    return Cluster(
-        tuple(Device(**row) for row in fields["devices"]),
-        tuple(Accelerator(**row) for row in fields["accelerators"]),
-        fields["cores_per_node"],
-    )
-
-
 def decider_of(config: RunConfig, outlook: ModelOutlook, plan: Plan) -> Decider:
     """The decider of a recipe's job, started on `plan`."""
     policy = Policy(
@@ -341,16 +356,10 @@ def recorded_outlook(events: Path) -> ModelOutlook:
 
 def describe_move(outlook: ModelOutlook, current: Plan, target: Plan) -> str:
     """What moving would take, in lines; raises PlanError where the models or the devices do not admit the target."""
-    for m, stage_plan in target.stages:
-        outlook.job.specs[m.role].check_layout(**stage_plan.layout.axes)
-        unknown = set(stage_plan.devices) - set(outlook.job.cluster.device_ids)
-        if unknown:
-            have = format_devices(outlook.job.cluster.device_ids)
-            raise PlanError(f"{m.name}: device {format_devices(sorted(unknown))} does not exist; there are {have}")
     if target == current:
         return "that is the plan in force; nothing would move"
     found = outlook.assess(current, target)
-    if not found.feasible:
+    if isinstance(found, Infeasible):
         raise PlanError(f"this move is not possible: {found.reason}")
     changed = [f"  {m.name}: {current.get(m)} -> {p}" for m, p in target.stages if current.get(m) != p]
-    return "\n".join([f"predicted to take {found.transition_s:.3f} s", *changed])
+    return "\n".join([f"predicted to take {found.seconds:.3f} s", *changed])

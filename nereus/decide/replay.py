@@ -12,6 +12,7 @@ a person.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from nereus.cluster import Cluster
 from nereus.decide.decider import Decider, Ruling
 from nereus.decide.signals import Signals
 from nereus.errors import DataError
@@ -33,13 +34,16 @@ def replay(events: Iterable[Line], decider: Callable[[Line], Decider]) -> Iterat
         kind = line["type"]
         if kind == "supply":
             view, ruled = SupplyView.from_event(line), True
+            if "cluster" in line:
+                deciding.recluster(Cluster.from_json(line["cluster"]))
             yield deciding.boundary(line["step"], view)
         elif kind in ("trigger", "decision", "step") and not ruled:
             ruled = True
             yield deciding.boundary(line["step"], _known(view))
         if kind == "transition":
             live = line["mode"] != "restart"
-            deciding.moved(Plan.from_json(line["to"]), seconds=line["seconds"] if live else None)
+            seconds, predicted_s = line["seconds"] if live else None, line.get("predicted_s") or 0.0
+            deciding.moved(Plan.from_json(line["to"]), seconds=seconds, predicted_s=predicted_s)
         elif kind == "transition_failed" and line.get("target") is not None:
             deciding.aborted(Plan.from_json(line["target"]), line["step"])
         elif kind == "step":

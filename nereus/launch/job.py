@@ -151,7 +151,6 @@ def _setup(config: RunConfig, data: RunData, roles: Mapping[Role, RoleSetup], re
         seed=config.trainer.seed,
         timeout=CALL_TIMEOUT,
         checkpoints=config.run.dir.absolute() / "checkpoints",
-        host_bytes_per_node=config.cluster.host_bytes_per_node,
     )
 
 

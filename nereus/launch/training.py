@@ -131,10 +131,13 @@ def run_training(config: RunConfig, view: View) -> TrainResult:
         recorder = _Recorder(folder, view, config.trainer.steps)
         recorder(_start_event(config, job, plan, outlook))
         clock = Clock(folder.elapsed_s)
-        adaptation = Adaptation(supply, decider_of(config, outlook, plan), recorder) if config.adapt else None
+        adaptation = None
+        if config.adapt:
+            decider = decider_of(config, outlook, plan)
+            adaptation = Adaptation(supply, decider, recorder, cluster=outlook.job.cluster)
         course = Course(config.trainer.steps, config.trainer.val_every, _transitions(config.transitions))
         Controller(
-            runtime, course, recorder, progress=progress, requests=requests, clock=clock, adaptation=adaptation
+            runtime, outlook, course, recorder, progress=progress, requests=requests, clock=clock, adaptation=adaptation
         ).run()
         recorder.finish("done")
         return TrainResult(
@@ -193,7 +196,7 @@ def _start_event(config: RunConfig, job: Job, plan: Plan, outlook: ModelOutlook)
     return Start(
         0,
         config=config.model_dump(mode="json"),
-        cluster=dataclasses.asdict(outlook.job.cluster),
+        cluster=outlook.job.cluster.to_json(),
         models={role.value: dataclasses.asdict(spec) for role, spec in job.specs.items()},
         plan=plan,
         calibration=outlook.calibration.to_json(),

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from nereus.cluster import Cluster
+from nereus.cluster import HEADROOM, Cluster
 from nereus.model import ModelSpec
 from nereus.plan import Role
 from nereus.planner.placement import Placement
@@ -15,9 +15,6 @@ from nereus.planner.space.layouts import Space
 from nereus.planner.space.line import Line, line_of
 from nereus.planner.workload import Workload
 from nereus.workflow import Workflow
-
-HEADROOM = 0.1
-"""Share of each device's memory that a plan leaves free."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
+from nereus.cluster import Cluster
 from nereus.errors import DataError
 from nereus.plan import Plan
 from nereus.runtime.seam import StepReport
@@ -105,36 +106,43 @@ class StepEnd(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransitionEnd(Event):
-    """The live state moved to another plan before `step`."""
+    """The live state moved to another plan before `step`. predicted_s: what the transition was judged to take."""
 
     type: ClassVar[str] = "transition"
     before: Plan
     after: Plan
     report: TransitionReport
+    predicted_s: float | None = None
 
     def fields(self) -> dict[str, Any]:
         return {
             "from": self.before.to_json(),
             "to": self.after.to_json(),
+            "predicted_s": self.predicted_s,
             **{f.name: getattr(self.report, f.name) for f in dataclasses.fields(self.report)},
         }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SupplyChange(Event):
-    """The devices that may be used from `step` on, and what is announced: rows of {devices, deadline_s, leaving}."""
+    """The devices that may be used from `step` on, and what is announced: rows of {devices, deadline_s, leaving}.
+
+    cluster: what the device ids stand for, where that has changed.
+    """
 
     type: ClassVar[str] = "supply"
     devices: tuple[int, ...]
     announced: tuple[Mapping[str, Any], ...] = ()
     deadline_s: float | None = None
+    cluster: Cluster | None = None
 
     def fields(self) -> dict[str, Any]:
-        return {
+        fields = {
             "devices": list(self.devices),
             "announced": [dict(row) for row in self.announced],
             "deadline_s": self.deadline_s,
         }
+        return fields | ({"cluster": self.cluster.to_json()} if self.cluster else {})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -38,9 +38,8 @@ from nereus.runtime.seam import Pool, Runtime, StepReport, gather
 from nereus.runtime.worker import RoleSetup, Worker
 from nereus.shards.moves import Holding
 from nereus.shards.state import state_dtypes
-from nereus.transition.dag import build_dag
-from nereus.transition.operations import Infeasible, TransitionDag, TransitionReport
-from nereus.transition.price import DeviceTable, Rates, StageState
+from nereus.transition.judged import Transition
+from nereus.transition.operations import TransitionReport
 from nereus.workflow import Task, Workflow
 
 P = ParamSpec("P")
@@ -57,7 +56,6 @@ class JobSetup:
     """Everything a job is besides its plan and its workers.
 
     batch: prompts a step; timeout: how long any call of the driver may take; checkpoints: where saved state goes.
-    host_bytes_per_node: host memory for units that a transition stages; None: as `DeviceTable.of` has it.
     """
 
     workflow: Workflow
@@ -72,7 +70,6 @@ class JobSetup:
     seed: int
     timeout: timedelta
     checkpoints: Path
-    host_bytes_per_node: int | None = None
 
 
 class LiveStages(Stages):
@@ -161,7 +158,6 @@ class LiveRuntime(Runtime):
     ) -> None:
         """on_operation: told of every operation of a transition as it ends."""
         self._on_operation = on_operation
-        self._engine_bytes: Mapping[int, int] = {}
         self._pool, self._setup = pool, setup
         self._checkpoints = CheckpointStore(setup.checkpoints)
         self._stages = LiveStages(pool, setup)
@@ -218,8 +214,8 @@ class LiveRuntime(Runtime):
         metrics, task_s = self._loop.run(step, prompts, first_place=first_place)
         sync_s, sync_bytes = self._synchronize()
         step_s = time.perf_counter() - started
+        engine_bytes = self._on(self.plan.devices, Worker.engine_bytes)
         num_tokens = metrics["response_length/mean"] + metrics["prompt_length/mean"]
-        self._engine_bytes = self._on(self.plan.devices, Worker.engine_bytes)
         samples = self._setup.batch * self._setup.algorithm.sampling.num_responses
         metrics |= {
             "timing_s/gen": task_s[ACTOR_GENERATION],
@@ -238,7 +234,7 @@ class LiveRuntime(Runtime):
             sync_bytes=sync_bytes,
             operations=self._operations(),
             peak_bytes=self._on(self.plan.devices, Worker.peak_bytes),
-            engine_bytes=self._engine_bytes,
+            engine_bytes=engine_bytes,
         )
 
     def _operations(self) -> dict[str, tuple[float, float]]:
@@ -253,23 +249,22 @@ class LiveRuntime(Runtime):
     def evaluate(self) -> Mapping[str, float]:
         return self._loop.evaluate(self._setup.val_prompts)
 
-    def transition(self, target: Plan) -> TransitionReport:
-        begun = time.perf_counter()
+    def transition(self, transition: Transition) -> TransitionReport:
+        begun, current, target = time.perf_counter(), self.plan, transition.target
+        if transition.current != current:
+            raise TransitionAborted("plan", "the transition was judged from another plan than the one in force")
         self._setup.workflow.check_plan(target)
-        dag = self.transition_dag(target)
-        if isinstance(dag, Infeasible):
-            raise TransitionAborted("plan", dag.reason)
-        current, started = self.plan, [device for device in target.devices if device not in self._pool.devices]
+        started = [device for device in target.devices if device not in self._pool.devices]
         self._epochs += 1
         epoch = self._epochs
         execution = Execution(
-            dag,
+            transition.dag,
             self._movers,
             states=self._state_kinds,
             epoch=epoch,
             current_epoch=self._stages.epoch,
             node_of=self._node_of,
-            table=self._device_table,
+            table=transition.table,
             on_operation=self._on_operation,
         )
         try:
@@ -280,18 +275,6 @@ class LiveRuntime(Runtime):
             raise
         self._pool.stop([device for device in current.devices if device not in target.devices])
         return dataclasses.replace(report, seconds=time.perf_counter() - begun)
-
-    def transition_dag(self, target: Plan) -> TransitionDag | Infeasible:
-        """The operations that would move the job to `target`."""
-        states = {m: StageState(k.spec, k.element_bytes) for m, k in self._state_kinds.items()}
-        return build_dag(self.plan, target, states=states, table=self._device_table, rates=Rates.of(self.cluster))
-
-    @property
-    def _device_table(self) -> DeviceTable:
-        """What devices have for a transition: less what engines held beside the state when the last step ended."""
-        return DeviceTable.of(
-            self.cluster, reserved_bytes=self._engine_bytes, host_bytes_per_node=self._setup.host_bytes_per_node
-        )
 
     def _commit(self, target: Plan, epoch: int) -> None:
         """The commit point: calls made from here on go to the new epoch."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from nereus.cluster import Cluster
 from nereus.errors import GroupError, UpdateAborted, WorkerError
 from nereus.plan import ModelStage, Plan
+from nereus.transition.judged import Transition
 from nereus.transition.operations import TransitionReport
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ class StepReport:
 class Runtime(abc.ABC):
     """A job that can run a step and change its plan between two steps.
 
-    `run_step` returns with every update of the step committed; `transition` returns with the whole job on the target
-    plan, or raises TransitionAborted with the job whole on the old one. Neither is called while the other runs.
+    `run_step` returns with every update of the step committed; `transition` carries out the very value that was judged
+    and returns with the whole job on its target plan, or raises TransitionAborted with the job whole on the old one.
+    Neither is called while the other runs.
     """
 
     @property
@@ -73,8 +75,8 @@ class Runtime(abc.ABC):
         """Held-out metrics of the policy as it is; empty where there is nothing to evaluate."""
 
     @abc.abstractmethod
-    def transition(self, target: Plan) -> TransitionReport:
-        """Move the live state to `target`."""
+    def transition(self, transition: Transition) -> TransitionReport:
+        """Move the live state from the plan in force to the target of a transition that starts from it."""
 
     @abc.abstractmethod
     def suspend(self, step: int) -> None:

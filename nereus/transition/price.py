@@ -12,14 +12,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from nereus.cluster import Cluster, Link
+from nereus.cluster import HEADROOM, Cluster, Link
 from nereus.model import ModelSpec
 from nereus.plan import Layout, StagePlan
 from nereus.shards.overlap import BoolArray, FloatArray, IntArray, allocated, held, overlap
 from nereus.transition.operations import Load
-
-HEADROOM = 0.10
-"""Share of a device's memory that no plan and no transition may use."""
 
 
 def readable_bytes(count: int) -> str:

@@ -30,17 +30,17 @@ def drive(supply, num_steps, *, asked=None):
     adaptation, plan, now_s = Adaptation(supply, decider(), events.append), PLAN, 0.0
     for step in range(1, num_steps + 1):
         if asked and step in asked:
-            events.append(TransitionEnd(step, plan, asked[step], TransitionReport((), "shadow", 0, 0, 0.4, True)))
+            events.append(TransitionEnd(step, plan, asked[step], TransitionReport((), "shadow", 0, 0, 0.4, True), 0.5))
             plan = asked[step]
-            adaptation.moved(plan, seconds=0.4)
+            adaptation.moved(plan, seconds=0.4, predicted_s=0.5)
         ruling = adaptation.rule(step, now_s=now_s)
         while adaptation.paused and ruling.target is None:
             now_s += 1.0
             ruling = adaptation.rule(step, now_s=now_s)
         if ruling.action is Action.MOVE:
             done = TransitionReport((), "shadow", 0, 0, 0.75, True)
-            events.append(TransitionEnd(step, plan, ruling.target, done))
-            adaptation.moved(ruling.target, seconds=done.seconds)
+            events.append(TransitionEnd(step, plan, ruling.target, done, ruling.transition.seconds))
+            adaptation.moved(ruling.target, seconds=done.seconds, predicted_s=ruling.transition.seconds)
             now_s += done.seconds
         elif ruling.action is Action.RESTART:
             adaptation.moved(ruling.target)

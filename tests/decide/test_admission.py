@@ -21,6 +21,7 @@ from nereus.decide.admission import (
     judge,
     judge_urgent,
 )
+from nereus.transition.operations import Infeasible
 
 CURRENT, FAST, NEAR = plan_on(0, 1), plan_on(0, 1, 2, 3), plan_on(0, 1, 2)
 
@@ -36,8 +37,8 @@ def costs(**seconds):
     def assess(plan):
         found = table[plan]
         if isinstance(found, str):
-            return Assessment(0.0, feasible=False, reason=found)
-        return Assessment(found, feasible=True)
+            return Infeasible(found)
+        return Assessment(found)
 
     return assess
 
@@ -60,9 +61,7 @@ def test_a_move_is_admitted_up_to_exactly_gamma_times_the_horizon():
 def test_the_rule_is_the_specification_s_formula(current, target, cost, horizon, gamma):
     saving = current - target
     expected = saving > 0 and cost / saving <= gamma * horizon
-    verdict = judge(
-        [Offer(FAST, target)], Terms(CURRENT, current, horizon, gamma), lambda _: Assessment(cost, feasible=True)
-    )
+    verdict = judge([Offer(FAST, target)], Terms(CURRENT, current, horizon, gamma), lambda _: Assessment(cost))
     assert isinstance(verdict, Admit) == expected
 
 

@@ -36,11 +36,17 @@ def run(deciding, steps, *, view=FOUR, mean=lambda step: 100.0, noise=lambda ste
         rulings.append(ruling)
         if ruling.target is not None:
             numbers = ruling.verdict.numbers
-            deciding.moved(ruling.target, seconds=numbers.transition_s if numbers else None)
+            told(deciding, ruling, seconds=numbers.transition_s if numbers else None)
         if deciding.plan is not None:
             step_s = 0.04 * mean(step) / len(deciding.plan.devices) * noise(step) * slow(step)
             deciding.observe(signals(step, step_s, mean(step)))
     return rulings
+
+
+def told(deciding, ruling, *, seconds):
+    """Say that the target of a ruling was reached, and what its transition was predicted to take."""
+    predicted_s = ruling.transition.seconds if ruling.transition else 0.0
+    deciding.moved(ruling.target, seconds=seconds, predicted_s=predicted_s)
 
 
 def verdicts(rulings):
@@ -93,7 +99,7 @@ def test_a_cheap_move_made_first_does_not_forget_the_better_one():
     class Cheap(TableOutlook):
         def assess(self, current, target):
             found = super().assess(current, target)
-            return dataclasses.replace(found, transition_s=0.01) if len(target.devices) == 3 else found
+            return dataclasses.replace(found, move_s=0.01) if len(target.devices) == 3 else found
 
     deciding = decider(Cheap(transition_s=2.99, extra=(plan_on(0, 1, 2),)), plan=plan_on(0, 1))
     moved = [(r.step, len(r.target.devices)) for r in run(deciding, 40) if r.target]
@@ -312,7 +318,7 @@ def test_a_plan_that_was_mispredicted_is_left_again_for_the_one_that_was_measure
         ruling = deciding.boundary(step, FOUR)
         if ruling.target:
             moves.append(len(ruling.target.devices))
-            deciding.moved(ruling.target, seconds=0.2)
+            told(deciding, ruling, seconds=0.2)
         # Four devices are predicted twice as fast as two, and really are slower by half.
         really_s = 2.0 if len(deciding.plan.devices) == 2 else 3.0
         deciding.observe(signals(step, really_s * draw.uniform(1 - jitter, 1 + jitter)))
@@ -337,7 +343,7 @@ def test_measured_transitions_correct_later_ones():
     deciding = decider(TableOutlook(transition_s=1.0))
     run(deciding, 4)
     ruling = deciding.boundary(5, SupplyView((0, 1, 2)))
-    deciding.moved(ruling.target, seconds=4.0)
+    told(deciding, ruling, seconds=4.0)
     deciding.observe(signals(5, 4 / 3))
     again = deciding.boundary(6, SupplyView((0, 1)))
     assert ruling.verdict.numbers.transition_s == 1.0
@@ -354,7 +360,7 @@ def test_an_urgent_move_always_goes_through_where_one_is_feasible(data):
         devices = tuple(sorted(data.draw(st.sets(st.integers(0, 5), min_size=1, max_size=6))))
         ruling = deciding.boundary(step, SupplyView(devices))
         if ruling.target:
-            deciding.moved(ruling.target, seconds=1.0)
+            told(deciding, ruling, seconds=1.0)
         assert set(deciding.plan.devices) <= set(devices)
         deciding.observe(signals(step, 0.04 * 100 / len(deciding.plan.devices)))
 
@@ -386,8 +392,8 @@ def recorded_run(folder, mode, seed):
         elif ruling.action is Action.MOVE:
             seconds = draw.uniform(0.1, 3.0)
             done = TransitionReport((), "shadow", 0, 0, seconds, True)
-            writer.event(TransitionEnd(step, ruling.current, ruling.target, done))
-            deciding.moved(ruling.target, seconds=seconds)
+            writer.event(TransitionEnd(step, ruling.current, ruling.target, done, ruling.transition.seconds))
+            told(deciding, ruling, seconds=seconds)
         elif ruling.action is Action.RESTART:
             deciding.moved(ruling.target)
         if deciding.plan is None:

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from nereus.cluster import ACCELERATORS, uniform_cluster
+from nereus.cluster import ACCELERATORS, Cluster, uniform_cluster
 from nereus.decide.decider import Action, supply_event
 from nereus.decide.outlook import WORKER_START_S, JobShape, ModelOutlook, decider_of, recorded_decider
 from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
 from nereus.decide.signals import LengthSummary, Signals
 from nereus.model import ModelSpec
-from nereus.plan import Plan, Recompute, Role, Stage
+from nereus.plan import ACTOR_TRAINING, Layout, Plan, Recompute, Role, Stage
 from nereus.planner.evaluate import price
 from nereus.planner.prices.calibration import Calibration
 from nereus.planner.search.optimum import search
@@ -20,7 +20,8 @@ from nereus.recipe.config import parse_config
 from nereus.reports.events import RunFolder, Start, StepEnd, TransitionEnd, read_events
 from nereus.runtime.seam import StepReport
 from nereus.supply.supply import SupplyView
-from nereus.transition.operations import TransitionReport
+from nereus.transition.judged import Transition
+from nereus.transition.operations import Infeasible, Mode, TransitionReport
 
 RECIPE = {
     "model": {"shape": {"hidden": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn": 336}},
@@ -107,10 +108,9 @@ def test_moving_nowhere_is_free_and_moving_somewhere_takes_time():
     current = CONFIG.initial_plan
     inside = Plan.parse({"actor-training": "d2t1p2@0-3"}, base=current)
     outside = Plan.parse({"actor-training": "d2t1p2@0-1,4-5"}, base=current)
-    assert own.assess(current, current).transition_s == 0.0
+    assert own.assess(current, current).seconds == 0.0
     near, far = own.assess(current, inside), own.assess(current, outside)
-    assert near.feasible and far.feasible
-    assert 0 < near.transition_s < WORKER_START_S["cpu"] < far.transition_s, "new devices need workers first"
+    assert 0 < near.seconds < WORKER_START_S["cpu"] < far.seconds, "new devices need workers first"
 
 
 def test_a_transition_that_no_memory_holds_is_infeasible_with_a_reason():
@@ -120,7 +120,59 @@ def test_a_transition_that_no_memory_holds_is_infeasible_with_a_reason():
     )
     own = ModelOutlook(JobShape.of(CONFIG, SPECS, tight), Calibration())
     found = own.assess(CONFIG.initial_plan, Plan.parse({"actor-training": "d1@5"}, base=CONFIG.initial_plan))
-    assert not found.feasible and found.reason
+    assert isinstance(found, Infeasible) and found.reason
+
+
+def test_an_exchange_between_full_devices_needs_the_host_memory_that_the_recipe_gives():
+    current = Plan.parse({"actor-training": "d1@0", "critic-training": "d1@1", "critic-inference": "d1@1",
+                          "actor-generation": "d1@2", "reference-inference": "d1@3"},
+                         base=CONFIG.initial_plan)  # fmt: skip
+    target = Plan.parse({"actor-training": "d1@1", "critic-training": "d1@0", "critic-inference": "d1@0"}, base=current)
+    state = job().states()[ACTOR_TRAINING]
+    full = int(1.5 * state.buffer_bytes(Layout()).max())
+    devices = tuple(dataclasses.replace(device, memory_bytes=full) for device in CLUSTER.devices)
+    found = {}
+    for host_memory_gb in (1, 0):
+        shape = JobShape.of(parse_config(RECIPE | {"cluster": {"workers": 6, "host_memory_gb": host_memory_gb}}),
+                            SPECS, dataclasses.replace(CLUSTER, devices=devices))  # fmt: skip
+        found[host_memory_gb] = ModelOutlook(shape, Calibration()).assess(current, target)
+    assert isinstance(found[1], Transition) and found[1].dag.mode is Mode.IN_PLACE
+    assert isinstance(found[0], Infeasible) and "host memory has no room to stage it" in found[0].reason
+
+
+def test_what_engines_hold_is_known_after_every_step_those_in_which_nothing_is_learned_too():
+    """Memory that an engine holds is not to be had for a transition that is judged before the next step."""
+    plan = CONFIG.initial_plan
+    own = outlook(trainer={"critic_warmup": 5})
+    deciding = decider_of(parse_config(RECIPE | {"trainer": {"critic_warmup": 5}}), own, plan)
+    before = own.assess(plan, plan).table.limit_bytes
+    measured = dataclasses.replace(truth(plan, LENGTHS, 1), engine_bytes={2: 12_345})
+    deciding.boundary(1, SupplyView(tuple(range(6))))
+    deciding.observe(Signals.of(measured))
+    after = own.assess(plan, plan).table.limit_bytes
+    assert (before - after).tolist() == [0, 0, 12_345, 0, 0, 0]
+
+
+def test_a_transition_is_judged_on_the_devices_as_they_are_now():
+    plan, own = CONFIG.initial_plan, outlook()
+    target = Plan.parse({"actor-training": "d1t1p2@4-5"}, base=plan)
+    near = own.assess(plan, target)
+    devices = tuple(dataclasses.replace(d, node=f"node{d.id // 4}") for d in CLUSTER.devices)
+    joined = dataclasses.replace(CLUSTER, devices=devices)
+    own.recluster(joined)
+    far = own.assess(plan, target)
+    assert near.table.node.tolist() == [0] * 6 and far.table.node.tolist() == [0, 0, 0, 0, 1, 1]
+    assert Cluster.from_json(json.loads(json.dumps(joined.to_json()))) == joined
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [({"actor-training": "d1t3@0-2"}, "heads"), ({"actor-training": "d1@9"}, "device 9 does not exist"),
+     ({"reward-inference": "d1@0"}, "does not use")],
+)  # fmt: skip
+def test_a_plan_that_models_devices_or_workflow_do_not_admit_is_refused_with_the_reason(changes, problem):
+    found = outlook().assess(CONFIG.initial_plan, Plan.parse(changes, base=CONFIG.initial_plan))
+    assert isinstance(found, Infeasible) and problem in found.reason
 
 
 def truth(plan, lengths, step, *, slow=1.0):
@@ -172,8 +224,8 @@ def recorded_run(folder, num_steps):
         if ruling.target is not None:
             seconds = draw.uniform(0.05, 0.2)
             done = TransitionReport((), "shadow", 0, 0, seconds, True)
-            writer.event(TransitionEnd(step, ruling.current, ruling.target, done))
-            deciding.moved(ruling.target, seconds=seconds)
+            writer.event(TransitionEnd(step, ruling.current, ruling.target, done, ruling.transition.seconds))
+            deciding.moved(ruling.target, seconds=seconds, predicted_s=ruling.transition.seconds)
         report = truth(deciding.plan, LengthSummary(20.0 + step, 36.0 + step, 60.0, 20.0), step)
         writer.event(StepEnd(step, deciding.plan, report, predicted_step_s=ruling.predicted_step_s))
         deciding.observe(Signals.of(report))

@@ -15,12 +15,14 @@ from nereus.data.prompts import Prompt, PromptOrder
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.train import AdamW
 from nereus.model import Head, ModelSpec
-from nereus.plan import ModelStage, Plan, Role
+from nereus.plan import ModelStage, Plan, Role, Stage
 from nereus.runtime.live import JobSetup, LiveRuntime
 from nereus.runtime.thread_pool import ThreadPool
 from nereus.runtime.worker import RoleSetup, Worker
 from nereus.shards.boxes import Box
-from nereus.shards.state import Counters, RankState, StateKind, shard_view
+from nereus.shards.state import Counters, RankState, StateKind, shard_view, state_dtypes
+from nereus.transition.judged import Transition, plan_transition
+from nereus.transition.price import DeviceTable, Rates, StageState
 from nereus.workflow import workflow_for
 
 SPEC = ModelSpec(
@@ -102,6 +104,33 @@ def make_runtime(setup: JobSetup, plan: Plan, pool: ThreadPool) -> LiveRuntime:
     runtime = LiveRuntime(pool, setup, plan)
     runtime.start()
     return runtime
+
+
+def judged(
+    runtime: LiveRuntime,
+    setup: JobSetup,
+    target: Plan,
+    *,
+    engine_bytes: Mapping[int, int] | None = None,
+    host_bytes_per_node: int | None = None,
+) -> Transition:
+    """The transition of a job to another plan, as its outlook would judge it; fails where there is none.
+
+    engine_bytes: by device, what engines hold beside the state.
+    """
+    states = {
+        m: StageState(setup.roles[m.role].spec, sum(dtype.itemsize for dtype in state_kinds(setup, m).values()))
+        for m in setup.workflow.model_stages
+    }
+    table = DeviceTable.of(runtime.cluster, reserved_bytes=engine_bytes, host_bytes_per_node=host_bytes_per_node)
+    found = plan_transition(runtime.plan, target, states=states, table=table, rates=Rates.of(runtime.cluster))
+    assert isinstance(found, Transition), found
+    return found
+
+
+def state_kinds(setup: JobSetup, model_stage: ModelStage) -> dict[StateKind, torch.dtype]:
+    """What a model-stage holds."""
+    return state_dtypes(setup.roles[model_stage.role].dtype, trains=model_stage.stage is Stage.TRAINING)
 
 
 PARAM = StateKind.PARAM

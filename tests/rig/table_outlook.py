@@ -1,12 +1,24 @@
 """An outlook over a written table of plans: every prediction is a number a test can check by hand."""
 
 import dataclasses
+from collections.abc import Mapping
 
-from nereus.decide.admission import Assessment
+from nereus.cluster import ACCELERATORS, Cluster, uniform_cluster
 from nereus.decide.decider import Outlook, Prediction
 from nereus.decide.signals import LengthSummary, Signals
 from nereus.plan import Plan
 from nereus.runtime.seam import StepReport
+from nereus.transition.judged import Transition
+from nereus.transition.operations import Infeasible, Mode, TransitionDag
+from nereus.transition.price import DeviceTable, Rates
+
+CLUSTER = uniform_cluster(num_nodes=1, devices_per_node=6, accelerator=ACCELERATORS["cpu"])
+TABLE, RATES = DeviceTable.of(CLUSTER), Rates.of(CLUSTER)
+
+
+def transition_of(current: Plan, target: Plan, seconds: float) -> Transition:
+    """A transition that is said to take so long; what it would do is left out."""
+    return Transition(TransitionDag(current, target, Mode.SHADOW), TABLE, RATES, seconds)
 
 
 def plan_on(*devices: int) -> Plan:
@@ -49,6 +61,8 @@ class TableOutlook(Outlook):
     learned: float = 1.0
     frozen: float = 1.0
     searches: int = 0
+    engine_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    cluster: Cluster = CLUSTER
 
     def predict(self, plan, lengths, *, frozen=False):
         step_s = self.work * lengths.mean / len(plan.devices) ** self.power
@@ -63,11 +77,17 @@ class TableOutlook(Outlook):
 
     def assess(self, current, target):
         if target in self.infeasible:
-            return Assessment(0.0, feasible=False, reason="device 0 has no room")
-        return Assessment(self.transition_s if target != current else 0.0, feasible=True)
+            return Infeasible("device 0 has no room")
+        return transition_of(current, target, self.transition_s if target != current else 0.0)
 
     def learn(self, plan, signals):
         self.learned *= signals.step_s / self.predict(plan, signals.lengths).step_s
+
+    def occupy(self, engine_bytes):
+        self.engine_bytes = engine_bytes
+
+    def recluster(self, cluster):
+        self.cluster = cluster
 
     def freeze(self):
         self.frozen = self.learned

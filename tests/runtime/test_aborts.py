@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from faulty_pool import FaultyPool, fail, flip_a_moment
-from jobs import Rollouts, changed, make_runtime, make_setup, plan_of
-from table_outlook import TableOutlook, lengths
+from jobs import Rollouts, changed, judged, make_runtime, make_setup, plan_of
+from table_outlook import TableOutlook, lengths, transition_of
 
 from nereus.controller import Clock, Controller, Course
 from nereus.decide.adaptation import Adaptation
@@ -20,6 +20,8 @@ from nereus.reports.control import Requests
 from nereus.reports.events import Event, Start, StepEnd, TransitionEnd, TransitionFailed
 from nereus.runtime.worker import Worker
 from nereus.supply.supply import StaticSupply, SupplyView
+from nereus.transition.judged import Transition
+from nereus.transition.operations import Infeasible
 
 ON_FOUR = plan_of(
     actor_generation="d2t1p1@0-1",
@@ -42,16 +44,25 @@ BY_DEVICES = {6: ON_SIX, 4: ON_FOUR, 3: ON_THREE}
 
 @dataclasses.dataclass
 class OnePlanForEach(TableOutlook):
-    """Offers the plan above that uses all devices; moving is predicted to take no time, so that every saving pays."""
+    """Offers the plan above that uses all devices; moving is predicted to take no time, so that every saving pays.
+
+    judge: the transition that the job would carry out; without it, as in a replay, one that does nothing.
+    """
 
     transition_s: float = 0.0
+    judge: Callable[[Plan], Transition] | None = None
+
+    def assess(self, current: Plan, target: Plan) -> Transition | Infeasible:
+        if self.judge is None or target == current:
+            return transition_of(current, target, 0.0)
+        return dataclasses.replace(self.judge(target), move_s=0.0)
 
     def plans(self, current: Plan | None, lengths: Any, devices: Sequence[int]) -> list[Plan]:
         return [BY_DEVICES[len(devices)]]
 
 
-def decider(start: object = None) -> Decider:
-    return Decider(Policy(), OnePlanForEach(), ON_FOUR, lengths=lengths())
+def decider(start: object = None, outlook: OnePlanForEach | None = None) -> Decider:
+    return Decider(Policy(), outlook or OnePlanForEach(), ON_FOUR, lengths=lengths())
 
 
 @dataclasses.dataclass
@@ -82,14 +93,16 @@ def run(
     pool.faults = {}
     faults = Faults(pool, point, fault, times)
     faults.arm()
-    runtime = make_runtime(make_setup(folder, rollouts, batch=6, reward_model=False), ON_FOUR, pool)
+    setup = make_setup(folder, rollouts, batch=6, reward_model=False)
+    runtime = make_runtime(setup, ON_FOUR, pool)
+    outlook = OnePlanForEach(judge=lambda target: judged(runtime, setup, target))
     events.append(Start(0, config={}, cluster={}, models={}, plan=ON_FOUR))
     supply = StaticSupply(range(4), later=[(2.0, SupplyView(tuple(range(devices))))])
     try:
         Controller(
-            runtime, Course(num_steps, 0, {}), events.append, progress=lambda what, step, steps: None,
+            runtime, outlook, Course(num_steps, 0, {}), events.append, progress=lambda what, step, steps: None,
             requests=Requests(folder), clock=Clock(lambda: float(len(steps_of(events)))),
-            adaptation=Adaptation(supply, decider(), events.append),
+            adaptation=Adaptation(supply, decider(outlook=outlook), events.append),
         ).run()  # fmt: skip
     finally:
         runtime.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from faulty_pool import FaultyPool, fail, flip_a_moment
-from jobs import SPEC, Rollouts, changed, gathered, make_runtime, make_setup, numbers, plan_of
+from jobs import SPEC, Rollouts, changed, gathered, judged, make_runtime, make_setup, numbers, plan_of
 
 from nereus.errors import TransitionAborted
 from nereus.model import Head
@@ -89,11 +89,12 @@ def run(
     """Responses and numbers of each step of a job that moves before some of them."""
     rollouts, pool = Rollouts(), ThreadPool(6, timeout=timedelta(seconds=60), num_nodes=num_nodes)
     try:
-        runtime = make_runtime(make_setup(folder, rollouts, dtype=dtype), plan, pool)
+        setup = make_setup(folder, rollouts, dtype=dtype)
+        runtime = make_runtime(setup, plan, pool)
         rows = []
         for step in range(1, steps + 1):
             if step in transitions:
-                report = runtime.transition(transitions[step])
+                report = runtime.transition(judged(runtime, setup, transitions[step]))
                 assert report.verified and report.bytes_moved == report.bytes_lower_bound
             rows.append(numbers(runtime.run_step(step).metrics))
         return rollouts, rows
@@ -162,12 +163,13 @@ def test_copies_across_nodes_and_shares_that_do_not_divide_change_nothing(folder
 
 
 def test_each_transition_leaves_every_tensor_and_counter_bitwise_as_it_was(folder: Path, pool: ThreadPool) -> None:
-    runtime = make_runtime(make_setup(folder, Rollouts()), START, pool)
+    setup = make_setup(folder, Rollouts())
+    runtime = make_runtime(setup, START, pool)
     for epoch, target in enumerate((TO_TP, TO_DP_3, TO_PP, TO_OTHERS, START)):
         runtime.run_step(epoch + 1)
         tensors, counters = gathered(pool, runtime.plan, epoch)
         assert counters[ACTOR_TRAINING].updates == 6 * (epoch + 1) == counters[ACTOR_GENERATION].version
-        runtime.transition(target)
+        runtime.transition(judged(runtime, setup, target))
         moved, moved_counters = gathered(pool, target, epoch + 1)
         assert moved.keys() == tensors.keys() and moved_counters == counters
         assert all(torch.equal(moved[key], tensors[key]) for key in moved)
@@ -236,12 +238,13 @@ def test_an_aborted_transition_leaves_the_old_plan_running_and_nothing_of_the_ne
     pool = FaultyPool(6, timeout=timedelta(seconds=4 if fault is come_late else 30))
     pool.faults = {}
     try:
-        runtime = make_runtime(make_setup(folder, Rollouts()), START, pool)
+        setup = make_setup(folder, Rollouts())
+        runtime = make_runtime(setup, START, pool)
         runtime.run_step(1)
         before, tensors = resources(pool), gathered(pool, START, 0)
         pool.faults[point] = fault
         with pytest.raises(TransitionAborted, match=problem):
-            runtime.transition(target)
+            runtime.transition(judged(runtime, setup, target))
         assert not pool.faults, "the fault has fired"
         after, same = resources(pool), gathered(pool, START, 0)
         assert runtime.plan == START and after["workers"] == before["workers"]
@@ -250,7 +253,7 @@ def test_an_aborted_transition_leaves_the_old_plan_running_and_nothing_of_the_ne
         assert after["descriptors"] <= before["descriptors"]
         assert same[1] == tensors[1] and all(torch.equal(same[0][key], tensors[0][key]) for key in tensors[0])
         row = numbers(runtime.run_step(2).metrics)
-        assert runtime.transition(target).verified, "a second attempt succeeds"
+        assert runtime.transition(judged(runtime, setup, target)).verified, "a second attempt succeeds"
         rows = [row, numbers(runtime.run_step(3).metrics)]
     finally:
         pool.close()
@@ -271,16 +274,17 @@ def test_a_job_goes_on_after_a_transition_in_place_was_aborted_and_after_it_succ
     pool = FaultyPool(6, timeout=timedelta(seconds=30))
     pool.faults, pool.device_bytes = {}, 730_000
     try:
-        runtime = make_runtime(make_setup(folder, Rollouts()), base, pool)
+        setup = make_setup(folder, Rollouts())
+        runtime = make_runtime(setup, base, pool)
         rows = [numbers(runtime.run_step(1).metrics)]
         tensors = gathered(pool, base, 0)
         pool.faults[0, "seat"] = fail
         with pytest.raises(TransitionAborted, match="no memory"):
-            runtime.transition(target)
+            runtime.transition(judged(runtime, setup, target))
         same = gathered(pool, base, 0)
         assert same[1] == tensors[1] and all(torch.equal(same[0][key], tensors[0][key]) for key in tensors[0])
         rows.append(numbers(runtime.run_step(2).metrics))
-        assert runtime.transition(target).mode == "in_place"
+        assert runtime.transition(judged(runtime, setup, target)).mode == "in_place"
         assert_holds_exactly(pool, target)
         rows.append(numbers(runtime.run_step(3).metrics))
     finally:

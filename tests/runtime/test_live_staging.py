@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import SPEC, Rollouts, gathered, make_setup, numbers, plan_of
+from jobs import SPEC, Rollouts, gathered, judged, make_setup, numbers, plan_of
 
 from nereus.cluster import Cluster
 from nereus.errors import TransitionAborted
@@ -59,7 +59,7 @@ def test_a_job_exchanges_two_models_between_full_devices(pool: TightPool, tmp_pa
     runtime = LiveRuntime(pool, setup, HERE, on_operation=ended.append)
     runtime.start()
     before, counters = gathered(pool, HERE, 0)
-    report = runtime.transition(THERE)
+    report = runtime.transition(judged(runtime, setup, THERE))
     after, counters_after = gathered(pool, THERE, 1)
     assert report.mode == "in_place" and report.verified
     assert any(" offload " in operation for operation in report.operations)
@@ -77,13 +77,17 @@ def test_a_job_exchanges_two_models_between_full_devices(pool: TightPool, tmp_pa
     still.close()
 
 
-def test_without_host_memory_the_exchange_is_refused_and_the_job_stays(pool: TightPool, tmp_path: Path) -> None:
-    setup = dataclasses.replace(make_setup(tmp_path, Rollouts(), reward_model=False), host_bytes_per_node=0)
+def test_a_transition_that_was_judged_from_another_plan_is_refused_and_the_job_stays(
+    pool: TightPool, tmp_path: Path
+) -> None:
+    setup = make_setup(tmp_path, Rollouts(), reward_model=False)
     runtime = LiveRuntime(pool, setup, HERE)
     runtime.start()
-    before, _ = gathered(pool, HERE, 0)
-    with pytest.raises(TransitionAborted, match="host memory has no room to stage it"):
-        runtime.transition(THERE)
-    assert runtime.plan == HERE
-    after, _ = gathered(pool, HERE, 0)
+    there = judged(runtime, setup, THERE)
+    runtime.transition(there)
+    before, _ = gathered(pool, THERE, 1)
+    with pytest.raises(TransitionAborted, match="judged from another plan"):
+        runtime.transition(there)
+    assert runtime.plan == THERE
+    after, _ = gathered(pool, THERE, 1)
     assert all(torch.equal(before[key], after[key]) for key in before)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from nereus.cluster import Accelerator, Cluster, Device
+from nereus.cluster import HEADROOM, Accelerator, Cluster, Device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Line:
     memory_cap_bytes: a device is taken to have no more memory than this. headroom: share of memory left free.
     """
 
-    def __init__(self, cluster: Cluster, *, memory_cap_bytes: int | None = None, headroom: float = 0.1) -> None:
+    def __init__(self, cluster: Cluster, *, memory_cap_bytes: int | None = None, headroom: float = HEADROOM) -> None:
         self.headroom = headroom
         self.devices, self.node_starts = _planning_order(cluster)
         self.num_devices = len(self.devices)
