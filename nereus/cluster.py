@@ -284,7 +284,7 @@ def load_cluster(text: str) -> Cluster:
     if not path.is_file():
         raise ClusterError(f"cluster file {text}: not found")
     try:
-        described = yaml.safe_load(path.read_text())
+        described = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ClusterError(f"cluster file {text}: not valid YAML ({' '.join(str(error).split())})") from None
     return cluster_from(described, source=text)

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from nereus.cluster import ACCELERATORS, Accelerator, Cluster, cluster_of, load_cluster, similar_accelerator
@@ -44,12 +45,40 @@ def find_cluster(text: str) -> Cluster:
 
 
 def local_cluster() -> Cluster:
-    """This machine's NVIDIA GPUs, all of them; without a driver a CPU worker for each processor core."""
+    """This machine's NVIDIA GPUs, all of them; without a driver a CPU worker for each core this process may use."""
     gpus = local_gpus()
     if gpus:
         return cluster_of(("local", accelerator_of(gpu), gpu.memory_bytes) for gpu in gpus)
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     return cluster_of([("local", ACCELERATORS["cpu"], None)] * cores, cores_per_node=cores)
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may run on: those of its affinity, and no more than its control groups give."""
+    limits = [len(os.sched_getaffinity(0))]
+    for quota, period in (
+        _quota_v2(Path("/sys/fs/cgroup")),
+        _quota_v1(Path("/sys/fs/cgroup/cpu")),
+    ):
+        if quota > 0 and period > 0:
+            limits.append(max(1, round(quota / period)))
+    return min(limits)
+
+
+def _quota_v2(root: Path) -> tuple[int, int]:
+    """(quota, period) in microseconds of a control group of version 2; (0, 0): none is set."""
+    words = _words(root / "cpu.max")
+    return (int(words[0]), int(words[1])) if len(words) == 2 and words[0].isdigit() else (0, 0)
+
+
+def _quota_v1(root: Path) -> tuple[int, int]:
+    """The same of version 1."""
+    quota, period = _words(root / "cpu.cfs_quota_us"), _words(root / "cpu.cfs_period_us")
+    return (int(quota[0]), int(period[0])) if quota and period and quota[0].isdigit() else (0, 0)
+
+
+def _words(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").split() if path.is_file() else []
 
 
 def accelerator_of(gpu: Gpu) -> Accelerator:

@@ -263,9 +263,14 @@ class RunFolder:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `events.jsonl`; a last line cut short by a crash is left out."""
+    """The lines of a run's `events.jsonl`; raises DataError."""
+    return read_lines(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a run's file; a last line cut short by a crash is left out."""
     if not path.is_file():
-        raise DataError(f"{path}: not found; name a run folder's events.jsonl")
+        raise DataError(f"{path}: not found; name the folder of a run")
     lines = path.read_text(encoding="utf-8").splitlines()
     events: list[dict[str, Any]] = []
     for number, text in enumerate(lines, start=1):

@@ -1,13 +1,13 @@
 """A picture of a run as SVG: reward, response length, devices, and where the plan changed. Made from its two files."""
 
-import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
 from nereus.plan import Plan
-from nereus.reports.events import read_events
+from nereus.reports.events import read_events, read_lines
 
 WIDTH, LEFT, RIGHT = 880, 70, 20
 PANEL, GAP, TOP, BOTTOM = 120, 34, 46, 40
@@ -21,7 +21,7 @@ Point = tuple[float, float]
 def run_figure(folder: Path) -> str:
     """The SVG text of a run folder; raises DataError where its files are missing."""
     events = read_events(folder / "events.jsonl")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(folder / "metrics.jsonl")
     steps = [row for row in rows if "train/reward/mean" in row]
     held_out = [(row["step"], row["val/reward/mean"]) for row in rows if "val/reward/mean" in row]
     last = max((int(row["step"]) for row in rows), default=1)
@@ -78,17 +78,29 @@ def _ticks(values: Sequence[float], up: Callable[[float], float]) -> list[str]:
     return parts
 
 
+def axis_ticks(values: Sequence[float]) -> list[float]:
+    """Round numbers, at most seven, that span the values and 0; steps are 1, 2 or 5 times a power of ten."""
+    low, high = min([0.0, *values]), max([0.0, *values])
+    if low == high:
+        high = 1.0
+    rough = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough * (1 - 1e-9))
+    return [float(f"{step * i:.12g}") for i in range(math.floor(low / step), math.ceil(high / step) + 1)]
+
+
 def _lines_panel(
     title: str, across: Callable[[float], float], index: int, series: Sequence[tuple[str, str, list[Point], bool]]
 ) -> str:
     """A panel of lines; series: (colour, label, points, whether each point is marked)."""
     top, bottom, text = _frame(title, index)
-    highest = max((y for _, _, points, _ in series for _, y in points), default=1.0)
-    step = next(s for s in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000) if highest / s <= 5)
-    ticks = [round(step * i, 6) for i in range(int(highest / step) + 2)]
-    up = _scale(0, ticks[-1], bottom, top)
+    drawn = [
+        (colour, label, [p for p in points if math.isfinite(p[1])], marked) for colour, label, points, marked in series
+    ]
+    ticks = axis_ticks([y for _, _, points, _ in drawn for _, y in points])
+    up = _scale(ticks[0], ticks[-1], bottom, top)
     parts = [text, *_ticks(ticks, up)]
-    for place, (colour, label, points, marked) in enumerate(series):
+    for place, (colour, label, points, marked) in enumerate(drawn):
         path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[colour]}" stroke-width="2"/>')
         if marked:

@@ -209,3 +209,14 @@ def test_the_command_plans_on_what_this_machine_has() -> None:
     done = command(*job.split())
     assert done.returncode in (0, 1), done.stderr  # four gigabytes a worker may be too few
     assert json.loads(done.stdout)["feasible"] is (done.returncode == 0)
+
+
+def test_a_process_held_to_one_core_finds_one() -> None:
+    """`--cluster local` counts what the process may use, not what the machine has."""
+    script = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from nereus.launch.discovery import local_cluster, usable_cores\n"
+        "print(usable_cores(), local_cluster().cores_per_node)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.split() == ["1", "1"]

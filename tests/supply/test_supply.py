@@ -3,6 +3,7 @@
 import http.server
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,11 @@ def test_published_traces_have_the_sizes_their_publishers_state():
     [
         ("t.csv", "", "empty"),
         ("t.csv", "time_s,devices\n", "no rows"),
-        ("t.csv", "time,count\n0,4\n", "line 1: expected the header time_s,devices"),
+        (
+            "t.csv",
+            "time,count\n0,4\n",
+            "line 1: .* is no row of a form that is read; read are .csv with a header time_s,devices",
+        ),
         ("t.csv", "time_s,devices\n0,4\n5,x\n", "line 3: expected time_s,devices with a whole count"),
         ("t.csv", "time_s,devices\n0,4\n5,-1\n", "line 3"),
         ("t.csv", "time_s,devices\nsoon,4\n", "line 2: .* has no time"),
@@ -115,18 +120,65 @@ def test_published_traces_have_the_sizes_their_publishers_state():
         ("t.csv", "0,add,a\n1,remove,b\n", "line 2: removes b, which is not there"),
         ("t.csv", "0,add,a\n1,drop,a\n", "line 2: expected ms,add|remove,node"),
         ("t.json", "[1, 2", "line 1: not JSON"),
-        ("t.json", "{}", "expected .*gap_seconds"),
-        ("t.json", '{"metadata": {"gap_seconds": 0}, "data": [1]}', "expected .*gap_seconds"),
+        ("t.json", "{}", "not a form that is read; .*gap_seconds"),
+        ("t.json", '{"metadata": {"gap_seconds": 0}, "data": [1]}', "not a form that is read; .*gap_seconds"),
         ("t.json", '{"metadata": {"gap_seconds": 60}, "data": [1, 2.5]}', r"data\[1\] is 2.5"),
         ("t.json", '[{"time": 5, "size": 4}, {"time": 5}]', "entry 1"),
         ("t.json", '[{"time": 0, "size": 4}]', "no entry lasts"),
-        ("t.txt", "0,4", ".txt is not read"),
+        ("t.txt", "0,4", "rows without a header; put time_s,devices above them, or time_ms,devices"),
+        ("t.csv", "0,4\n60,2\n", "rows without a header"),
+        ("t.txt", '[0, "add"]\n', "line 1: expected"),
+        ("t.csv", "2021-13-01, 00:00:00, 4\n", "is no date and time"),
+        ("t.yaml", "0,4", ".yaml is not read; read are .csv"),
     ],
 )
 def test_a_bad_trace_is_refused_with_its_place(tmp_path, name, text, message):
     with pytest.raises(DataError, match=message) as caught:
         read_trace(written(tmp_path, name, text))
     assert name in str(caught.value)
+
+
+def test_published_text_forms_are_read(tmp_path):
+    dated = "2021-12-11, 11:11:30, 5\n2021-12-11, 11:13:10, 5\n2021-12-12, 00:00:00, 4\n"
+    assert counts(read_trace(written(tmp_path, "gcp.txt", dated))) == [(0.0, 5), (46110.0, 4)]
+    lines = [
+        [0, "add", {"nodes": ["node-0", "node-1", "node-2"]}],
+        [60000, "no-op", {"nodes": [], "duration": 60000}],
+        [120000, "remove", {"nodes": ["node-1"]}],
+        [180000, "migration", {"nodes": ["node-0"]}],
+        [240000, "add", {"nodes": ["node-9"]}],
+    ]
+    parcae = read_trace(written(tmp_path, "aws.txt", "\n".join(map(json.dumps, lines))))
+    assert [(c.time_s, c.devices) for c in parcae.changes] == [(0.0, (0, 1, 2)), (120.0, (0, 2)), (240.0, (0, 2, 3))]
+
+
+@pytest.mark.parametrize("header", ["time_ms,devices", "ms,count"])
+def test_a_header_says_the_unit_of_time(tmp_path, header):
+    assert counts(read_trace(written(tmp_path, "t.csv", f"{header}\n0,4\n30000,6\n"))) == [(0.0, 4), (30.0, 6)]
+
+
+def test_clock_times_count_from_the_first_row(tmp_path):
+    trace = read_trace(written(tmp_path, "t.csv", "time_s,devices\n1700000000,4\n1700000030,6\n"))
+    assert counts(trace) == [(0.0, 4), (30.0, 6)]
+
+
+def test_a_long_trace_is_read_in_time_that_grows_with_its_rows(tmp_path):
+    """60,000 rows took 40 s when every row looked at all of them."""
+    rows = "".join(f"{i},{10 + i % 7}\n" for i in range(60_000))
+    begun = time.process_time()
+    trace = read_trace(written(tmp_path, "t.csv", f"time_s,devices\n{rows}"))
+    assert len(trace.changes) == 60_000 and time.process_time() - begun < 10
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason="the published traces are not beside this checkout")
+def test_every_published_trace_is_read():
+    gcp = read_trace(TRACES / "bamboo" / "a100x1-east1b.txt")
+    sizes = [len(change.devices) for change in gcp.changes]
+    assert (min(sizes), max(sizes)) == (17, 64) and 26 * 3600 < gcp.changes[-1].time_s < 28 * 3600
+    for name, least, most in (("trace_hh_55_65.txt", 20, 32), ("trace_ll_10_11.txt", 10, 32)):
+        parcae = read_trace(TRACES / "parcae" / name)
+        assert parcae.changes[-1].time_s <= 3600
+        assert all(least <= len(change.devices) <= most for change in parcae.changes[1:])
 
 
 def test_a_missing_trace_is_refused(tmp_path):
