@@ -3,6 +3,7 @@
 `compute_score(data_source, solution_str, ground_truth, extra_info=None)` returns a float, or a dict with `score`.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,9 @@ _NUMBER = re.compile(rf"(?:[-+]\s*)?(?=\.?\d){_UNSIGNED}")
 _FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _RATIO = re.compile(rf"({_NUMBER.pattern})\s*/\s*({_NUMBER.pattern})")
 _IN_TEXT = re.compile(rf"(?<![\w.]){_NUMBER.pattern}(?:\s*/\s*\d+)?")
-_DECORATION = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[!,;: ]|\\left|\\right|\\%|[$%°\s]")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
+_WORDS = re.compile(r"[^\W\d_]{2,}(?:[ '-][^\W\d_]+)*")
+_DECORATION = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\{,\}|\\[!,;: ]|\\left|\\right|\\%|[$%°\s]")
 
 
 def exact_answer(
@@ -32,19 +35,41 @@ def exact_answer(
 def math_answer(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:
-    r"""1 where the answer equals the ground truth as a number within 1e-4 relative, or as text where it is none.
+    r"""1 where the answer equals the ground truth: numbers within 1e-4 relative, words as text, all else as
+    `math-verify` compares it (expressions, intervals, sets, LaTeX).
 
     The answer is the last `\boxed{}`, else what follows the last `####`, else the last number. Fractions (`3/4`,
     `\frac{3}{4}`), thousands separators, dollar and per cent signs and units in `\text{}` are understood.
     """
-    answer = _boxed(solution_str) or _after_mark(solution_str) or _last_number(solution_str)
-    if answer is None:
+    boxed = _boxed(solution_str)
+    answer = boxed if boxed is not None else _after_mark(solution_str) or _last_number(solution_str)
+    inner = _boxed(str(ground_truth))
+    truth = str(ground_truth) if inner is None else inner
+    if not answer or not answer.strip():
         return 0.0
-    truth = _boxed(str(ground_truth)) or str(ground_truth)
     given, wanted = parse_number(answer), parse_number(truth)
-    if given is None or wanted is None:
-        return float(_plain(answer) == _plain(truth))
-    return float(abs(given - wanted) <= max(ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE * abs(wanted)))
+    if given is not None and wanted is not None:
+        return float(abs(given - wanted) <= max(ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE * abs(wanted)))
+    words = _words(answer), _words(truth)
+    return float(words[0] == words[1] if all(words) else _equal_in_value(answer, truth))
+
+
+def _words(text: str) -> str:
+    r"""The text where it is words and no formula (`Evelyn`, `\text{New York}`), in lower case; else nothing."""
+    plain = _TEXT.sub(r"\1", text).strip().rstrip(".")
+    return plain.lower() if _WORDS.fullmatch(plain) else ""
+
+
+def _equal_in_value(answer: str, truth: str) -> bool:
+    """What `math-verify` says. Its own time limits need a main thread; the reward pool bounds every sample instead."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of each call without a limit
+    gold, given = (
+        math_verify.parse("\\boxed{" + text + "}", parsing_timeout=None, raise_on_error=False)
+        for text in (truth, answer)
+    )
+    return bool(math_verify.verify(gold, given, timeout_seconds=None, raise_on_error=False))
 
 
 def parse_number(text: str) -> float | None:

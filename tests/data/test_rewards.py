@@ -39,6 +39,14 @@ def test_anything_else_scores_nothing(solution: str) -> None:
         ("the answer is 7.", r"\boxed{7}"),
         ("#### 3.14159", "3.1416"),
         ("it is 5 ... or so", "5"),
+        (r"\boxed{1{,}000}", "1000"),
+        (r"\boxed{\text{Evelyn}}", "Evelyn"),
+        (r"\boxed{\text{New York}}", "new york"),
+        (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{1}{2}\sqrt{3}"),
+        (r"\boxed{\{2,1\}}", r"\{1,2\}"),
+        (r"\boxed{1 + x^2}", "x^2+1"),
+        (r"\boxed{10^{3}}", "1000"),
+        (r"\boxed{(3,\infty)}", r"(3,\infty)"),
     ],
 )
 def test_a_math_answer_that_is_equal_in_value_scores(solution: str, truth: str) -> None:
@@ -56,6 +64,14 @@ def test_a_math_answer_that_is_equal_in_value_scores(solution: str, truth: str) 
         ("#### -5", "5"),
         (r"\boxed{x + 1}", "x + 2"),
         ("#### 12,34", "1234"),
+        (r"\boxed{\text{Evelyn}}", r"\text{Bob}"),
+        (r"\boxed{}", r"\text{yes}"),
+        (r"\boxed{ }", ""),
+        ("", ""),
+        (r"\boxed{\text{cm}}", "12"),
+        (r"\boxed{abc}", "cab"),
+        (r"\boxed{[0,1)}", "[0,1]"),
+        (r"\boxed{\frac{}}", "1"),
     ],
 )
 def test_a_math_answer_that_differs_scores_nothing(solution: str, truth: str) -> None:
