@@ -36,13 +36,42 @@ class Requests:
         return (self._folder / "stop").is_file()
 
     def reshapes(self) -> list[Callable[[Plan], Plan]]:
-        """Changes of the plan in the order they were asked for; each is handed out once."""
+        """Changes of the plan in the order they were asked for; each is handed out once.
+
+        A request that cannot be read is set aside under another name; its change raises PlanError, as one does that
+        no plan can be made of. A file that cannot be opened or moved is looked at again the next time.
+        """
         changes: list[Callable[[Plan], Plan]] = []
         for path in sorted(self._folder.glob("reshape-*.json")):
-            stages: Mapping[str, str] = json.loads(path.read_text())
-            path.unlink()
-            changes.append(_change(stages))
+            try:
+                text = path.read_text(encoding="utf-8", errors="replace")
+                change = _requested(text, path.name)
+                path.replace(path.with_suffix(".refused")) if isinstance(change, _Refused) else path.unlink()
+            except OSError:
+                continue
+            changes.append(change)
         return changes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Refused:
+    """A request that is none: whoever carries it out is told why."""
+
+    reason: str
+
+    def __call__(self, current: Plan) -> Plan:
+        raise PlanError(self.reason)
+
+
+def _requested(text: str, name: str) -> Callable[[Plan], Plan]:
+    try:
+        stages = json.loads(text)
+    except ValueError as error:
+        return _Refused(f"{name}: not JSON ({error}); it was set aside")
+    texts = isinstance(stages, dict) and all(isinstance(plan, str) for plan in stages.values())
+    if not texts or not stages:
+        return _Refused(f'{name}: expected {{"actor-training": "d1t4p1@0-3"}}; it was set aside')
+    return _change(stages)
 
 
 def _change(stages: Mapping[str, str]) -> Callable[[Plan], Plan]:
@@ -53,7 +82,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file that appears under its name only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
@@ -82,9 +111,12 @@ class Status:
         path = folder / STATUS
         if not path.is_file():
             raise InputError(f"{folder}: no run here ({STATUS} is missing); name the run.dir of a run")
-        fields: dict[str, Any] = json.loads(path.read_text())
-        plan = Plan.from_json(fields["plan"]) if fields["plan"] is not None else None
-        return cls(**{**fields, "plan": plan})
+        try:
+            fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            plan = Plan.from_json(fields["plan"]) if fields["plan"] is not None else None
+            return cls(**{**fields, "plan": plan})
+        except (ValueError, KeyError, TypeError, PlanError):
+            raise InputError(f"{path}: not a status that a run has written") from None
 
 
 def running(folder: Path) -> Status:

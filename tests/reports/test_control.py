@@ -2,11 +2,14 @@
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from runs import Ended, Run, nereus, survivors, tiny
 
 from nereus.errors import InputError, PlanError
@@ -48,6 +51,46 @@ def test_changes_are_handed_out_once_in_the_order_they_were_asked_for(tmp_path: 
     for change in requests.reshapes():
         plan = change(plan)
     assert str(plan[ACTOR_TRAINING]) == "d1t1p2@0-1" and requests.reshapes() == []
+
+
+REQUEST = st.dictionaries(
+    st.sampled_from(["actor-training", "actor-generation", "critic"]) | st.text(max_size=4),
+    st.sampled_from(["d1t1p1@0", "d1t2p1@0-1", "d2/mb=0", "d9", "", "d1@0-"]) | st.text(max_size=6),
+    max_size=2,
+).map(json.dumps)
+
+
+@settings(deadline=None, max_examples=200)
+@given(written=st.binary(max_size=40) | REQUEST.map(str.encode) | st.just(b'{"actor-training": "d1t1'))
+def test_no_request_can_end_a_run(written: bytes) -> None:
+    """Half a file, a list, binary: it is handed out once as a change that says what is wrong, and set aside."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "control" / "reshape-1.json"
+        path.parent.mkdir()
+        path.write_bytes(written)
+        requests = Requests(Path(name))
+        (change,) = requests.reshapes()
+        assert requests.reshapes() == []
+        try:
+            assert isinstance(change(PLAN), Plan)
+        except PlanError as error:
+            assert "\n" not in str(error)
+
+
+def test_a_request_that_is_none_is_set_aside_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "control").mkdir()
+    (tmp_path / "control" / "reshape-1.json").write_text('["actor-training"]')
+    (change,) = Requests(tmp_path).reshapes()
+    with pytest.raises(PlanError, match=r"reshape-1.json: expected .*set aside"):
+        change(PLAN)
+    assert [path.name for path in (tmp_path / "control").iterdir()] == ["reshape-1.refused"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"phase": 3}', '{"plan": [1]}'])
+def test_a_status_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(InputError, match="not a status"):
+        Status.read(tmp_path)
 
 
 def test_what_an_earlier_run_in_the_folder_was_asked_is_forgotten(tmp_path: Path) -> None:
