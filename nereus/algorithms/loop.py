@@ -18,9 +18,11 @@ import torch
 
 from nereus.algorithms.base import Algorithm, Objective, Prepared
 from nereus.algorithms.buffer import RolloutBatch
+from nereus.algorithms.metrics import length_metrics, length_summary
 from nereus.algorithms.types import OutputKind, Sample
 from nereus.data.prompts import Prompt
 from nereus.plan import ModelStage, Role
+from nereus.planner.workload import LengthSummary
 from nereus.workflow import Kind, Task, Workflow
 
 Score = Callable[[Sequence[Prompt], Sequence[Sequence[int]]], "Scores"]
@@ -54,6 +56,15 @@ class Update:
     learning_rate: float
     applied: bool
     metrics: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Learned:
+    """What a step came to: metrics under verl's names, the lengths of its batch, seconds by model-stage."""
+
+    metrics: Mapping[str, float]
+    lengths: LengthSummary
+    task_s: Mapping[ModelStage, float]
 
 
 class Stages(abc.ABC):
@@ -98,10 +109,8 @@ class Loop:
         self._score, self._seed = score, seed
         self._lock = threading.Lock()
 
-    def run(
-        self, step: int, prompts: Sequence[Prompt], *, first_place: int
-    ) -> tuple[dict[str, float], dict[ModelStage, float]]:
-        """(metrics under verl's names, seconds by model-stage) of step `step` (from 1)."""
+    def run(self, step: int, prompts: Sequence[Prompt], *, first_place: int) -> Learned:
+        """Run step `step` (from 1)."""
         state = _Step(prompts, first_place)
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") as scorer:
 
@@ -114,7 +123,9 @@ class Loop:
                     self._infer(task, state)
 
             task_s = self._stages.run(self._workflow.tasks, execute)
-        return self._metrics(state), task_s
+        assert state.batch is not None
+        lengths = length_summary(state.batch)
+        return Learned(self._metrics(state, lengths), lengths, task_s)
 
     def evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Mean reward and response length over held-out prompts, one response each."""
@@ -174,20 +185,14 @@ class Loop:
             batch = prepared.batch.select(mini.samples)
             done.append(self._stages.update(task.model_stage, batch, self._algorithm.objective(role, batch.counts)))
 
-    def _metrics(self, state: _Step) -> dict[str, float]:
-        assert state.batch is not None and state.scores is not None and state.prepared is not None
-        lengths = state.batch.response_lengths.to(torch.float64)
+    def _metrics(self, state: _Step, lengths: LengthSummary) -> dict[str, float]:
+        assert state.scores is not None and state.prepared is not None
         metrics = dict(state.prepared.metrics)
         metrics |= {
             "train/reward/mean": sum(state.scores.values) / len(state.scores.values),
             "reward/num_failed": float(state.scores.num_failed),
             "reward/num_late": float(state.scores.num_late),
-            "response_length/mean": float(lengths.mean()),
-            "response_length/max": float(lengths.max()),
-            "response_length/min": float(lengths.min()),
-            "response_length/p95": float(lengths.quantile(0.95)),
-            "response_length/clip_ratio": float((~state.batch.finished).to(torch.float64).mean()),
-            "prompt_length/mean": float(state.batch.prompt_lengths.to(torch.float64).mean()),
+            **length_metrics(lengths),
         }
         for role, updates in state.updates.items():
             metrics |= _update_metrics(role, updates)

@@ -3,8 +3,34 @@
 import torch
 
 from nereus.algorithms.buffer import RolloutBatch
+from nereus.planner.workload import P95, LengthSummary
 
-__all__ = ["batch_metrics", "explained_variance"]
+__all__ = ["batch_metrics", "explained_variance", "length_metrics", "length_summary"]
+
+
+def length_summary(batch: RolloutBatch) -> LengthSummary:
+    """How long the batch's responses and prompts are, in tokens."""
+    responses = batch.response_lengths.to(torch.float64)
+    return LengthSummary(
+        mean=float(responses.mean()),
+        p95=float(responses.quantile(P95)),
+        longest=float(responses.max()),
+        prompt_mean=float(batch.prompt_lengths.to(torch.float64).mean()),
+        shortest=float(responses.min()),
+        cut_share=float((~batch.finished).to(torch.float64).mean()),
+    )
+
+
+def length_metrics(lengths: LengthSummary) -> dict[str, float]:
+    """Lengths under verl's names."""
+    return {
+        "response_length/mean": lengths.mean,
+        "response_length/max": lengths.longest,
+        "response_length/min": lengths.shortest,
+        "response_length/p95": lengths.p95,
+        "response_length/clip_ratio": lengths.cut_share,
+        "prompt_length/mean": lengths.prompt_mean,
+    }
 
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
@@ -13,11 +39,7 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     Scores and rewards are by sample, the others by token that counts. response_length/clip_ratio is the share of
     responses that the length limit cut off.
     """
-    metrics = {
-        **spread("response_length", batch.response_lengths),
-        **spread("prompt_length", batch.prompt_lengths),
-        "response_length/clip_ratio": 1.0 - float(batch.finished.to(torch.float64).mean()),
-    }
+    metrics = {**spread("prompt_length", batch.prompt_lengths), **length_metrics(length_summary(batch))}
     if batch.scores is not None:
         metrics |= spread("critic/score", batch.scores)
     if batch.token_rewards is not None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from nereus.cluster import Cluster
 from nereus.decide.decider import Decider, Ruling, supply_event
-from nereus.decide.signals import Signals
 from nereus.plan import Plan
 from nereus.reports.events import Event
 from nereus.runtime.seam import StepReport
@@ -66,4 +65,4 @@ class Adaptation:
 
     def ended(self, report: StepReport) -> None:
         """A step has ended; its event has been observed."""
-        self._decider.observe(Signals.of(report))
+        self._decider.observe(report)

@@ -2,7 +2,7 @@
 
     boundary(step, supply view) --> Ruling: triggers, verdict, action        before a step
     moved(target, seconds) | aborted(target, step)                           after a transition, a restart | an abort
-    observe(signals)                                                         after a step
+    observe(report)                                                          after a step
 
 The same calls in the same order give the same rulings, bit for bit: `replay` feeds them from `events.jsonl`. What
 plans exist, what they cost and what moving takes is asked of an `Outlook`.
@@ -33,10 +33,11 @@ from nereus.decide.admission import (
     judge,
     judge_urgent,
 )
-from nereus.decide.signals import LengthSummary, Signals
 from nereus.decide.triggers import Crossings, Drift, Memory, Signal, Supply, Trigger
 from nereus.plan import Plan, format_devices
+from nereus.planner.workload import LengthSummary
 from nereus.reports.events import Decision, Event, SupplyChange, TriggerFired
+from nereus.runtime.seam import StepReport
 from nereus.supply.supply import SupplyView
 from nereus.transition.judged import Transition
 from nereus.transition.operations import Infeasible
@@ -109,7 +110,7 @@ class Outlook(abc.ABC):
         """The transition between two plans with what it is predicted to take, uncorrected; or why there is none."""
 
     @abc.abstractmethod
-    def learn(self, plan: Plan, signals: Signals) -> None:
+    def learn(self, plan: Plan, report: StepReport) -> None:
         """A step of `plan` was measured."""
 
     @abc.abstractmethod
@@ -209,9 +210,9 @@ class Decider:
         self.plan: Plan | None = plan
         self._outlook = outlook
         self._lengths = lengths
-        self._recent: collections.deque[Signals] = collections.deque(maxlen=EFFICIENCY_WINDOW)
-        self._measured: dict[Plan, collections.deque[Signals]] = {}
-        self._last_measured: collections.deque[tuple[Plan, Signals]] = collections.deque(maxlen=EFFICIENCY_WINDOW)
+        self._recent: collections.deque[StepReport] = collections.deque(maxlen=EFFICIENCY_WINDOW)
+        self._measured: dict[Plan, collections.deque[StepReport]] = {}
+        self._last_measured: collections.deque[tuple[Plan, StepReport]] = collections.deque(maxlen=EFFICIENCY_WINDOW)
         self._measured_on_plan = 0
         self._num_measured = 0
         self._bias = 1.0
@@ -279,25 +280,25 @@ class Decider:
         self._aborts = self._aborts.aborted(target, step)
         self._memory = Memory()
 
-    def observe(self, signals: Signals) -> None:
+    def observe(self, report: StepReport) -> None:
         """A step of the plan in force has ended."""
         assert self.plan is not None, "a step ran while the job was paused"
-        self._outlook.occupy(signals.engine_bytes)
-        self._recent.append(signals)
+        self._outlook.occupy(report.engine_bytes)
+        self._recent.append(report)
         self._lengths = _average([s.lengths for s in list(self._recent)[-RECENT_STEPS:]])
-        self._length, length = self._length.seen(signals.lengths.mean)
+        self._length, length = self._length.seen(report.lengths.mean)
         self._fired = [length] if length else []
-        if signals.step > self.policy.warmup_steps:
-            self._fired += self._observe_seconds(self.plan, signals)
+        if report.step > self.policy.warmup_steps:
+            self._fired += self._observe_seconds(self.plan, report)
 
-    def _observe_seconds(self, plan: Plan, signals: Signals) -> list[Trigger]:
+    def _observe_seconds(self, plan: Plan, report: StepReport) -> list[Trigger]:
         """Learn from a step's seconds; what they trigger."""
-        frozen = self._outlook.predict(plan, signals.lengths, frozen=True)
-        self._outlook.learn(plan, signals)
-        self._efficiency, fired = self._efficiency.seen(signals.step_s / frozen.step_s)
+        frozen = self._outlook.predict(plan, report.lengths, frozen=True)
+        self._outlook.learn(plan, report)
+        self._efficiency, fired = self._efficiency.seen(report.step_s / frozen.step_s)
         self._measured_on_plan += 1
         self._num_measured += 1
-        self._remember(plan, signals)
+        self._remember(plan, report)
         triggers = [fired] if fired else []
         if self._num_measured == MEASURED_STEPS and not self.policy.paper:
             triggers.append(Trigger(Signal.START, float(MEASURED_STEPS), 0.0, 0.0))
@@ -429,7 +430,7 @@ class Decider:
         steps = self._measured.get(plan, ())
         if len(steps) < MEASURED_STEPS:
             return None
-        return statistics.median(self._ratio(plan, signals) for signals in steps)
+        return statistics.median(self._ratio(plan, report) for report in steps)
 
     def _bias_now(self) -> float:
         """The bias of the plan in force; while it is new, that of the last steps on whatever plan."""
@@ -438,19 +439,19 @@ class Decider:
             return own
         if len(self._last_measured) < MEASURED_STEPS:
             return 1.0
-        return statistics.median(self._ratio(plan, signals) for plan, signals in self._last_measured)
+        return statistics.median(self._ratio(plan, report) for plan, report in self._last_measured)
 
-    def _ratio(self, plan: Plan, signals: Signals) -> float:
-        return signals.step_s / self._outlook.predict(plan, signals.lengths).step_s
+    def _ratio(self, plan: Plan, report: StepReport) -> float:
+        return report.step_s / self._outlook.predict(plan, report.lengths).step_s
 
-    def _remember(self, plan: Plan, signals: Signals) -> None:
+    def _remember(self, plan: Plan, report: StepReport) -> None:
         """Keep the plan's last steps; the plan in force is always the newest."""
         if self.policy.paper:
             return
-        self._last_measured.append((plan, signals))
+        self._last_measured.append((plan, report))
         steps = self._measured.pop(plan, None)
         self._measured[plan] = steps if steps is not None else collections.deque(maxlen=EFFICIENCY_WINDOW)
-        self._measured[plan].append(signals)
+        self._measured[plan].append(report)
         if len(self._measured) > REMEMBERED_PLANS:
             del self._measured[next(iter(self._measured))]
 
@@ -495,9 +496,9 @@ class Decider:
         self._length = self._length.reset()
         efficiency = self._efficiency.expecting(None)
         if self.plan is not None and self._measured_on_plan:
-            for signals in list(self._recent)[-self._measured_on_plan :]:
-                frozen = self._outlook.predict(self.plan, signals.lengths, frozen=True)
-                efficiency, _ = efficiency.seen(signals.step_s / frozen.step_s)
+            for report in list(self._recent)[-self._measured_on_plan :]:
+                frozen = self._outlook.predict(self.plan, report.lengths, frozen=True)
+                efficiency, _ = efficiency.seen(report.step_s / frozen.step_s)
         self._efficiency = efficiency.reset(None if self.policy.paper else self._bias)
 
 

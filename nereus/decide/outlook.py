@@ -17,7 +17,6 @@ import numpy as np
 
 from nereus.cluster import Cluster, Link
 from nereus.decide.decider import Decider, Outlook, Policy, Prediction
-from nereus.decide.signals import LengthSummary, Signals
 from nereus.engine_facts import Op
 from nereus.errors import PlanError
 from nereus.model import Head, Llama3RopeScaling, ModelSpec
@@ -31,9 +30,10 @@ from nereus.planner.problem import Limits, PlanningProblem
 from nereus.planner.search.optimum import Choice, search
 from nereus.planner.space.layouts import Space
 from nereus.planner.space.line import speed_ranks
-from nereus.planner.workload import Workload
+from nereus.planner.workload import LengthSummary, Workload
 from nereus.recipe.config import RunConfig, parse_config
 from nereus.reports.events import read_events
+from nereus.runtime.seam import StepReport
 from nereus.transition.assignment import assign
 from nereus.transition.judged import Transition, plan_transition
 from nereus.transition.operations import Infeasible
@@ -208,9 +208,9 @@ class ModelOutlook(Outlook):
         self._settings.clear()
         self._table = self._device_table()
 
-    def learn(self, plan: Plan, signals: Signals) -> None:
+    def learn(self, plan: Plan, report: StepReport) -> None:
         """Learn from the seconds of operation classes where they were measured, and of every model-stage."""
-        priced = self._price(plan, signals.lengths, self.calibration)
+        priced = self._price(plan, report.lengths, self.calibration)
         accelerator = self._slowest(plan.devices)
         plain = self.calibration.lines(accelerator)
         launch = COLUMN[(Op.LAUNCH, None)]
@@ -218,16 +218,16 @@ class ModelOutlook(Outlook):
         for m, stage in priced.stages.items():
             # Processor workers that share cores take longer for the same work: it is counted that much larger.
             crowding = float(stage.cost.lines[1, launch] / plain[1, launch])
-            crowded_s += crowding * signals.task_s.get(m, 0.0)
+            crowded_s += crowding * report.task_s.get(m, 0.0)
             bill = Bill()
             for task in stage.cost.tasks.values():
                 total.add_bill(task.work)
                 bill.add_bill(task.work)
                 bill.add_bill(task.bubble)
             bill = Bill(np.where(ON_DEVICE, bill.counts * crowding, bill.counts))
-            self.calibration.observe_total(bill, signals.task_s.get(m, 0.0), accelerator=accelerator, noise=STEP_NOISE)
-        busy_s = sum(signals.task_s.values())
-        for name, (work, seconds) in signals.operations.items():
+            self.calibration.observe_total(bill, report.task_s.get(m, 0.0), accelerator=accelerator, noise=STEP_NOISE)
+        busy_s = sum(report.task_s.values())
+        for name, (work, seconds) in report.operations.items():
             mean_crowding = crowded_s / busy_s if busy_s else 1.0
             self._learn_operation(name, work, seconds, total, mean_crowding, accelerator)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from nereus.cluster import Cluster
 from nereus.decide.decider import Decider, Ruling
-from nereus.decide.signals import Signals
 from nereus.errors import DataError
 from nereus.plan import Plan
+from nereus.reports.events import StepEnd
 from nereus.supply.supply import SupplyView
 
 Line = Mapping[str, Any]
@@ -47,10 +47,10 @@ def replay(events: Iterable[Line], decider: Callable[[Line], Decider]) -> Iterat
         elif kind == "transition_failed" and line.get("target") is not None:
             deciding.aborted(Plan.from_json(line["target"]), line["step"])
         elif kind == "step":
-            plan = Plan.from_json(line["plan"])
-            if plan != deciding.plan:
-                deciding.moved(plan)
-            deciding.observe(Signals.from_event(line))
+            ended = StepEnd.from_line(line)
+            if ended.plan != deciding.plan:
+                deciding.moved(ended.plan)
+            deciding.observe(ended.report)
             ruled = False
 
 

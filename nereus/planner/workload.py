@@ -1,4 +1,4 @@
-"""The workload of one RL step: how many samples, how long their prompts and responses."""
+"""The workload of one RL step: how many samples, how long their prompts and responses are."""
 
 import dataclasses
 import functools
@@ -87,6 +87,39 @@ class Workload:
     @property
     def longest_tokens(self) -> float:
         return (self.max_prompt_tokens or self.prompt_tokens) + self.response.longest
+
+
+NUM_QUANTILES = 20
+"""Equal shares into which `LengthSummary.quantiles` cuts the samples of a step."""
+
+P95 = 0.95
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LengthSummary:
+    """Response lengths of one step in tokens, and the mean prompt.
+
+    shortest and cut_share (of the responses, those that the length limit ended) are of measured steps alone.
+    """
+
+    mean: float
+    p95: float
+    longest: float
+    prompt_mean: float
+    shortest: float = 0.0
+    cut_share: float = 0.0
+
+    def quantiles(self) -> Lengths:
+        """A distribution with this mean and this longest sample, near this p95.
+
+        Of equal shares the last is the longest; below it a power k of the share, p95 (u / 0.95)^k, whose integral
+        0.95 p95 / (k + 1) is what the mean leaves for it, then scaled so that the mean is met.
+        """
+        left = self.mean - self.longest / NUM_QUANTILES
+        exponent = max(0.0, P95 * self.p95 / left - 1) if left > 0 else float(NUM_QUANTILES)
+        body = [self.p95 * ((i + 0.5) / NUM_QUANTILES / P95) ** exponent for i in range(NUM_QUANTILES - 1)]
+        scale = left * NUM_QUANTILES / sum(body) if left > 0 else 1.0
+        return Lengths((*(max(1.0, min(value * scale, self.longest)) for value in body), self.longest))
 
 
 MAX_SEGMENTS = 16

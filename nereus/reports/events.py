@@ -13,7 +13,8 @@ from typing import Any, ClassVar, TextIO
 
 from nereus.cluster import Cluster
 from nereus.errors import DataError
-from nereus.plan import Plan
+from nereus.plan import ModelStage, Plan
+from nereus.planner.workload import LengthSummary
 from nereus.runtime.seam import StepReport
 from nereus.transition.operations import TransitionReport
 
@@ -62,6 +63,13 @@ class Evaluation(Event):
         return {"metrics": self.metrics}
 
 
+LENGTH_FIELDS = {
+    "mean": "mean", "max": "longest", "min": "shortest", "p95": "p95", "clip_ratio": "cut_share",
+    "prompt_mean": "prompt_mean",
+}  # fmt: skip
+"""Keys of a step line's `lengths`, and which field of a `LengthSummary` each is."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepEnd(Event):
     """A step with all its updates committed. decision_s: what the controller took to rule before it."""
@@ -87,8 +95,31 @@ class StepEnd(Event):
             "sync_bytes": report.sync_bytes,
             "peak_bytes": {str(device): peak for device, peak in report.peak_bytes.items()},
             "engine_bytes": {str(device): held for device, held in report.engine_bytes.items()},
-            "lengths": _lengths(report.metrics),
+            "lengths": {field: getattr(report.lengths, name) for field, name in LENGTH_FIELDS.items()},
         }
+
+    @classmethod
+    def from_line(cls, line: Mapping[str, Any]) -> "StepEnd":
+        """The step of a line of `events.jsonl`, without its metrics; raises DataError where the line lacks a field."""
+        try:
+            recorded = line["lengths"]
+            report = StepReport(
+                line["step"],
+                line["plan_epoch"],
+                {},
+                line["step_s"],
+                {ModelStage.parse(name): seconds for name, seconds in line["tasks"].items()},
+                LengthSummary(**{name: recorded[field] for field, name in LENGTH_FIELDS.items()}),
+                sync_s=line["sync_s"],
+                sync_bytes=line["sync_bytes"],
+                operations={name: (row["work"], row["seconds"]) for name, row in line["operations"].items()},
+                peak_bytes={int(device): peak for device, peak in line["peak_bytes"].items()},
+                engine_bytes={int(device): held for device, held in line.get("engine_bytes", {}).items()},
+            )
+            plan, predicted_step_s, decision_s = line["plan"], line["predicted_step_s"], line["decision_s"]
+        except KeyError as error:
+            raise DataError(f"the event of step {line.get('step', '?')} lacks {error}") from None
+        return cls(report.step, Plan.from_json(plan), report, predicted_step_s=predicted_step_s, decision_s=decision_s)
 
     @property
     def row(self) -> dict[str, float]:
@@ -214,13 +245,6 @@ class Decision(Event):
             "again": self.again,
             **{name: getattr(self, name) for name in numbers},
         }
-
-
-def _lengths(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Response lengths by statistic, and the mean prompt as `prompt_mean`."""
-    prefix, prompt = "response_length/", "prompt_length/mean"
-    lengths = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-    return lengths | ({"prompt_mean": metrics[prompt]} if prompt in metrics else {})
 
 
 class RunFolder:

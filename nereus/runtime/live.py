@@ -211,13 +211,15 @@ class LiveRuntime(Runtime):
         started = time.perf_counter()
         first_place = (step - 1) * self._setup.batch
         prompts = [self._setup.prompts[i] for i in self._setup.order.take(first_place, self._setup.batch)]
-        metrics, task_s = self._loop.run(step, prompts, first_place=first_place)
+        learned = self._loop.run(step, prompts, first_place=first_place)
         sync_s, sync_bytes = self._synchronize()
         step_s = time.perf_counter() - started
         engine_bytes = self._on(self.plan.devices, Worker.engine_bytes)
-        num_tokens = metrics["response_length/mean"] + metrics["prompt_length/mean"]
+        lengths, task_s = learned.lengths, learned.task_s
+        num_tokens = lengths.mean + lengths.prompt_mean
         samples = self._setup.batch * self._setup.algorithm.sampling.num_responses
-        metrics |= {
+        metrics = {
+            **learned.metrics,
             "timing_s/gen": task_s[ACTOR_GENERATION],
             "timing_s/sync": sync_s,
             "perf/total_num_tokens": num_tokens * samples,
@@ -230,6 +232,7 @@ class LiveRuntime(Runtime):
             metrics,
             step_s,
             task_s,
+            lengths,
             sync_s=sync_s,
             sync_bytes=sync_bytes,
             operations=self._operations(),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from nereus.cluster import Cluster
 from nereus.errors import GroupError, UpdateAborted, WorkerError
 from nereus.plan import ModelStage, Plan
+from nereus.planner.workload import LengthSummary
 from nereus.transition.judged import Transition
 from nereus.transition.operations import TransitionReport
 
@@ -31,7 +32,8 @@ T = TypeVar("T")
 class StepReport:
     """What one RL step did.
 
-    metrics: verl's names; task_s: seconds of each model-stage; sync_s and sync_bytes: weight synchronization.
+    metrics: verl's names; task_s: seconds of each model-stage; lengths: of the step's batch; sync_s and sync_bytes:
+    weight synchronization.
     operations: {class: (work, seconds)} as observed; peak_bytes: by device; engine_bytes: by device, what engines hold
     beside the state when the step has ended.
     """
@@ -41,6 +43,7 @@ class StepReport:
     metrics: Mapping[str, float]
     step_s: float
     task_s: Mapping[ModelStage, float]
+    lengths: LengthSummary
     sync_s: float = 0.0
     sync_bytes: int = 0
     operations: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)

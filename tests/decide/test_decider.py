@@ -8,12 +8,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table_outlook import TableOutlook, lengths, plan_on, report, signals
+from table_outlook import TableOutlook, lengths, plan_on, report
 
 from nereus.decide.admission import Admit, Decline, Urgent
 from nereus.decide.decider import Action, Decider, Policy, supply_event
 from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
-from nereus.decide.signals import Signals
 from nereus.decide.triggers import Signal
 from nereus.plan import Plan
 from nereus.reports.events import RunFolder, Start, StepEnd, TransitionEnd, TransitionFailed, read_events
@@ -39,7 +38,7 @@ def run(deciding, steps, *, view=FOUR, mean=lambda step: 100.0, noise=lambda ste
             told(deciding, ruling, seconds=numbers.transition_s if numbers else None)
         if deciding.plan is not None:
             step_s = 0.04 * mean(step) / len(deciding.plan.devices) * noise(step) * slow(step)
-            deciding.observe(signals(step, step_s, mean(step)))
+            deciding.observe(report(step, step_s, mean(step)))
     return rulings
 
 
@@ -119,7 +118,7 @@ def test_no_lasting_gain_is_refused_longer_than_its_payback_asks(saving, cost):
             found = super().predict(plan, lengths, frozen=frozen)
             return dataclasses.replace(found, step_s=1.0 if len(plan.devices) == 4 else 1.0 / saving)
 
-        def learn(self, plan, signals):
+        def learn(self, plan, report):
             pass
 
     deciding = decider(Twice(transition_s=cost))
@@ -128,7 +127,7 @@ def test_no_lasting_gain_is_refused_longer_than_its_payback_asks(saving, cost):
         ruling = deciding.boundary(step, growing(step, at=5))
         if ruling.target:
             break
-        deciding.observe(signals(step, 1.0))
+        deciding.observe(report(step, 1.0))
     assert ruling.step <= 5 + max(needed, 1) + 1
 
 
@@ -212,7 +211,7 @@ def aborting(deciding, steps, view, *, first):
             deciding.aborted(ruling.target, step)
         elif ruling.action is Action.RESTART:
             deciding.moved(ruling.target)
-        deciding.observe(signals(step, 4 / len(deciding.plan.devices)))
+        deciding.observe(report(step, 4 / len(deciding.plan.devices)))
     return rulings
 
 
@@ -235,7 +234,7 @@ def test_an_urgent_move_that_aborts_twice_gives_way_to_a_slower_one_that_can_be_
 def test_memory_that_an_aborted_move_was_to_relieve_is_urgent_again_at_the_next_boundary():
     deciding = decider(TableOutlook(bytes_per_token=1 / 100), plan=plan_on(0, 1))
     run(deciding, 3, mean=lambda step: 60.0)
-    deciding.observe(signals(4, 1.2, 80.0))
+    deciding.observe(report(4, 1.2, 80.0))
     rulings = aborting(deciding, 3, FOUR, first=5)
     assert [[t.signal for t in r.triggers if t.signal is Signal.MEMORY] for r in rulings] == [[Signal.MEMORY]] * 3
     assert [r.action for r in rulings] == [Action.MOVE, Action.MOVE, Action.RESTART]
@@ -321,7 +320,7 @@ def test_a_plan_that_was_mispredicted_is_left_again_for_the_one_that_was_measure
             told(deciding, ruling, seconds=0.2)
         # Four devices are predicted twice as fast as two, and really are slower by half.
         really_s = 2.0 if len(deciding.plan.devices) == 2 else 3.0
-        deciding.observe(signals(step, really_s * draw.uniform(1 - jitter, 1 + jitter)))
+        deciding.observe(report(step, really_s * draw.uniform(1 - jitter, 1 + jitter)))
     assert moves == [4, 2]
 
 
@@ -344,7 +343,7 @@ def test_measured_transitions_correct_later_ones():
     run(deciding, 4)
     ruling = deciding.boundary(5, SupplyView((0, 1, 2)))
     told(deciding, ruling, seconds=4.0)
-    deciding.observe(signals(5, 4 / 3))
+    deciding.observe(report(5, 4 / 3))
     again = deciding.boundary(6, SupplyView((0, 1)))
     assert ruling.verdict.numbers.transition_s == 1.0
     assert again.verdict.numbers.transition_s == pytest.approx(2.0)
@@ -362,7 +361,7 @@ def test_an_urgent_move_always_goes_through_where_one_is_feasible(data):
         if ruling.target:
             told(deciding, ruling, seconds=1.0)
         assert set(deciding.plan.devices) <= set(devices)
-        deciding.observe(signals(step, 0.04 * 100 / len(deciding.plan.devices)))
+        deciding.observe(report(step, 0.04 * 100 / len(deciding.plan.devices)))
 
 
 def recorded_run(folder, mode, seed):
@@ -401,7 +400,7 @@ def recorded_run(folder, mode, seed):
         mean = (100 + 3 * step) * draw.uniform(0.8, 1.2)
         ended = report(step, 0.04 * mean / len(deciding.plan.devices) * draw.uniform(0.7, 1.6), mean)
         writer.event(StepEnd(step, deciding.plan, ended))
-        deciding.observe(Signals.of(ended))
+        deciding.observe(ended)
         step += 1
     writer.close()
     return rulings

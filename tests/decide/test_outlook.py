@@ -10,12 +10,12 @@ from nereus.cluster import ACCELERATORS, Cluster, uniform_cluster
 from nereus.decide.decider import Action, supply_event
 from nereus.decide.outlook import WORKER_START_S, JobShape, ModelOutlook, decider_of, recorded_decider
 from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
-from nereus.decide.signals import LengthSummary, Signals
 from nereus.model import ModelSpec
 from nereus.plan import ACTOR_TRAINING, Layout, Plan, Recompute, Role, Stage
 from nereus.planner.evaluate import price
 from nereus.planner.prices.calibration import Calibration
 from nereus.planner.search.optimum import search
+from nereus.planner.workload import LengthSummary
 from nereus.recipe.config import parse_config
 from nereus.reports.events import RunFolder, Start, StepEnd, TransitionEnd, read_events
 from nereus.runtime.seam import StepReport
@@ -148,7 +148,7 @@ def test_what_engines_hold_is_known_after_every_step_those_in_which_nothing_is_l
     before = own.assess(plan, plan).table.limit_bytes
     measured = dataclasses.replace(truth(plan, LENGTHS, 1), engine_bytes={2: 12_345})
     deciding.boundary(1, SupplyView(tuple(range(6))))
-    deciding.observe(Signals.of(measured))
+    deciding.observe(measured)
     after = own.assess(plan, plan).table.limit_bytes
     assert (before - after).tolist() == [0, 0, 12_345, 0, 0, 0]
 
@@ -183,12 +183,13 @@ def truth(plan, lengths, step, *, slow=1.0):
     priced = price(problem, plan)
     factor = 3.0 * slow * draw.uniform(0.97, 1.03)
     return StepReport(
-        step, 0,
-        {"response_length/mean": lengths.mean, "response_length/p95": lengths.p95,
-         "response_length/max": lengths.longest, "prompt_length/mean": lengths.prompt_mean},
+        step,
+        0,
+        {},
         priced.step_seconds * factor,
         {m: stage.cost.seconds * factor for m, stage in priced.stages.items()},
-    )  # fmt: skip
+        lengths,
+    )
 
 
 def test_predictions_approach_what_is_measured_and_frozen_ones_stay():
@@ -196,7 +197,7 @@ def test_predictions_approach_what_is_measured_and_frozen_ones_stay():
     own.freeze()
     before = own.predict(plan, LENGTHS)
     for step in range(1, 16):
-        own.learn(plan, Signals.of(truth(plan, LENGTHS, step)))
+        own.learn(plan, truth(plan, LENGTHS, step))
     assert own.predict(plan, LENGTHS).step_s == pytest.approx(truth(plan, LENGTHS, 99).step_s, rel=0.1)
     assert own.predict(plan, LENGTHS, frozen=True) == before
 
@@ -228,7 +229,7 @@ def recorded_run(folder, num_steps):
             deciding.moved(ruling.target, seconds=seconds, predicted_s=ruling.transition.seconds)
         report = truth(deciding.plan, LengthSummary(20.0 + step, 36.0 + step, 60.0, 20.0), step)
         writer.event(StepEnd(step, deciding.plan, report, predicted_step_s=ruling.predicted_step_s))
-        deciding.observe(Signals.of(report))
+        deciding.observe(report)
     writer.close()
     return rulings
 

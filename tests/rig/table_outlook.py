@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from nereus.cluster import ACCELERATORS, Cluster, uniform_cluster
 from nereus.decide.decider import Outlook, Prediction
-from nereus.decide.signals import LengthSummary, Signals
 from nereus.plan import Plan
+from nereus.planner.workload import LengthSummary
 from nereus.runtime.seam import StepReport
 from nereus.transition.judged import Transition
 from nereus.transition.operations import Infeasible, Mode, TransitionDag
@@ -31,18 +31,8 @@ def lengths(mean: float = 100.0) -> LengthSummary:
     return LengthSummary(mean=mean, p95=2 * mean, longest=3 * mean, prompt_mean=20.0)
 
 
-def signals(step: int, step_s: float, mean: float = 100.0) -> Signals:
-    return Signals(step, step_s, lengths(mean))
-
-
 def report(step: int, step_s: float, mean: float = 100.0) -> StepReport:
-    metrics = {
-        "response_length/mean": mean,
-        "response_length/p95": 2 * mean,
-        "response_length/max": 3 * mean,
-        "prompt_length/mean": 20.0,
-    }
-    return StepReport(step, 0, metrics, step_s, {})
+    return StepReport(step, 0, {}, step_s, {}, lengths(mean))
 
 
 @dataclasses.dataclass
@@ -80,8 +70,8 @@ class TableOutlook(Outlook):
             return Infeasible("device 0 has no room")
         return transition_of(current, target, self.transition_s if target != current else 0.0)
 
-    def learn(self, plan, signals):
-        self.learned *= signals.step_s / self.predict(plan, signals.lengths).step_s
+    def learn(self, plan, report):
+        self.learned *= report.step_s / self.predict(plan, report.lengths).step_s
 
     def occupy(self, engine_bytes):
         self.engine_bytes = engine_bytes
