@@ -41,11 +41,15 @@ OUTPUTS = {Kind.LOGPROBS: OutputKind.LOGPROBS, Kind.VALUES: OutputKind.VALUES, K
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of samples in their order, and how many reward calls failed (scored 0) or were late."""
+    """Scores of samples in their order, and how many reward calls failed (scored 0) or were late.
+
+    first_problem: what came of the first call that failed or was late, in a line.
+    """
 
     values: tuple[float, ...]
     num_failed: int = 0
     num_late: int = 0
+    first_problem: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,11 +64,15 @@ class Update:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Learned:
-    """What a step came to: metrics under verl's names, the lengths of its batch, seconds by model-stage."""
+    """What a step came to: metrics under verl's names, the lengths of its batch, seconds by model-stage.
+
+    reward_problem: what came of the first reward call that failed or was late, where one was.
+    """
 
     metrics: Mapping[str, float]
     lengths: LengthSummary
     task_s: Mapping[ModelStage, float]
+    reward_problem: str | None = None
 
 
 class Stages(abc.ABC):
@@ -123,9 +131,9 @@ class Loop:
                     self._infer(task, state)
 
             task_s = self._stages.run(self._workflow.tasks, execute)
-        assert state.batch is not None
+        assert state.batch is not None and state.scores is not None
         lengths = length_summary(state.batch)
-        return Learned(self._metrics(state, lengths), lengths, task_s)
+        return Learned(self._metrics(state, lengths), lengths, task_s, state.scores.first_problem)
 
     def evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Mean reward and response length over held-out prompts, one response each."""

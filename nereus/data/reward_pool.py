@@ -47,12 +47,16 @@ class RewardSample:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RewardBatch:
-    """Scores in the order of the samples. Samples that raised or ran out of time are counted and score 0."""
+    """Scores in the order of the samples. Samples that raised or ran out of time are counted and score 0.
+
+    first_problem: what came of the first of them, in a line; first_traceback: the same with where it was raised.
+    """
 
     scores: tuple[float, ...]
     num_errors: int = 0
     num_timeouts: int = 0
     first_problem: str | None = None
+    first_traceback: str | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,9 +78,17 @@ class _Tally:
     num_errors: int = 0
     num_timeouts: int = 0
     first_problem: str | None = None
+    first_traceback: str | None = None
 
-    def note(self, problem: str) -> None:
-        self.first_problem = self.first_problem or problem
+    def note(self, problem: str, traceback: str | None = None) -> None:
+        if self.first_problem is None:
+            self.first_problem, self.first_traceback = problem, traceback or problem
+
+    @property
+    def batch(self) -> RewardBatch:
+        return RewardBatch(
+            tuple(self.scores), self.num_errors, self.num_timeouts, self.first_problem, self.first_traceback
+        )
 
 
 def load_reward(function: str, *, timeout: timedelta, num_processes: int = 2) -> "RewardPool":
@@ -123,7 +135,7 @@ class RewardPool:
                 self._hand_out(child, samples, tally)
             busy = [child for child in self._children if child.owes]
             if not busy:
-                return RewardBatch(tuple(tally.scores), tally.num_errors, tally.num_timeouts, tally.first_problem)
+                return tally.batch
             self._collect(busy, tally)
 
     def close(self) -> None:
@@ -167,7 +179,7 @@ class RewardPool:
             child.deadline = time.monotonic() + self._timeout_s
             if problem is not None:
                 tally.num_errors += 1
-                tally.note(problem)
+                tally.note(*problem)
         for child in busy:
             if child.owes and time.monotonic() >= child.deadline and not child.connection.poll():
                 tally.num_timeouts += 1

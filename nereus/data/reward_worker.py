@@ -7,9 +7,11 @@ default action ends it, even inside C code.
 
 import importlib
 import importlib.util
+import inspect
 import math
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -40,13 +42,20 @@ def find_function(module: str, name: str) -> Score:
 
 def score_of(result: Any) -> float:
     """The score in what a reward function returned; raises ValueError, TypeError or KeyError."""
-    score = float(result["score"] if isinstance(result, Mapping) else result)
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError("the function is async; it must return its score")
+    value = result["score"] if isinstance(result, Mapping) else result
+    if value is None:
+        raise TypeError("the function returned None; it must return a number or a dict with a score")
+    score = float(value)
     if not math.isfinite(score):
         raise ValueError(f"the score is {score}")
     return score
 
 
-def _answer(function: Score, sample: tuple[Any, ...]) -> tuple[float, str | None]:
+def _answer(function: Score, sample: tuple[Any, ...]) -> tuple[float, tuple[str, str] | None]:
+    """The score and, where there is none, what was raised: in one line, and with its traceback."""
     data_source, solution_str, ground_truth, extra_info = sample
     try:
         result = function(
@@ -54,7 +63,11 @@ def _answer(function: Score, sample: tuple[Any, ...]) -> tuple[float, str | None
         )
         return score_of(result), None
     except Exception as error:  # whatever a user's function raises is that sample's problem alone
-        return 0.0, f"{type(error).__name__}: {error}"
+        own = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this frame
+        return 0.0, (
+            f"{type(error).__name__}: {error}",
+            "".join(traceback.format_exception(type(error), error, own)).rstrip(),
+        )
 
 
 def serve(connection: "Connection[Any, Any]") -> None:

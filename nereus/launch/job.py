@@ -18,6 +18,7 @@ from nereus.data.reward_pool import RewardPool, RewardSample, load_reward
 from nereus.data.tokenizers import Tokenizer
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.train import AdamW
+from nereus.errors import DataError
 from nereus.examples.chain_sum.answers import taught_answer
 from nereus.examples.chain_sum.warm_start import Progress, WarmModels, ensure_warm_start
 from nereus.hf_config import read_model, read_stop_ids
@@ -155,10 +156,14 @@ def _setup(config: RunConfig, data: RunData, roles: Mapping[Role, RoleSetup], re
 
 
 class Scorer:
-    """Scores responses with the reward function; without one (a reward model scores) everything is 0."""
+    """Scores responses with the reward function; without one (a reward model scores) everything is 0.
+
+    Raises DataError where the function fails for all samples of a batch and has not scored one before: it is wrong.
+    """
 
     def __init__(self, reward: RewardPool | None, tokenizer: Tokenizer) -> None:
         self._reward, self._tokenizer = reward, tokenizer
+        self._has_scored = False
 
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> Scores:
         if self._reward is None:
@@ -169,4 +174,15 @@ class Scorer:
             for p, text in zip(prompts, texts, strict=True)
         ]
         batch = self._reward.score(samples)
-        return Scores(batch.scores, num_failed=batch.num_errors, num_late=batch.num_timeouts)
+        self._has_scored = self._has_scored or batch.num_errors + batch.num_timeouts < len(samples)
+        if samples and not self._has_scored:
+            raise DataError(
+                f"reward.function {self._reward.function!r} failed for all of {len(samples)} responses; "
+                f"for the first:\n{batch.first_traceback}"
+            )
+        return Scores(
+            batch.scores,
+            num_failed=batch.num_errors,
+            num_late=batch.num_timeouts,
+            first_problem=batch.first_problem,
+        )

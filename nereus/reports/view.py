@@ -124,6 +124,8 @@ class LiveView(View):
         parts += [Text(describe(event), style="cyan") for event in self._changes]
         if self._steps:
             parts.append(step_table(self._steps))
+            parts += [Text(f"step {event.step}: {problem}", style="red") for event in self._steps
+                      if (problem := reward_problem(event))][-1:]  # fmt: skip
         if self._evaluations:
             parts.append(Text(_evaluations(self._evaluations), style="green"))
         return Group(*parts)
@@ -178,13 +180,14 @@ def _evaluations(evaluations: list[Evaluation]) -> str:
 
 
 def describe(event: Event) -> str:
-    """One line that says what happened, or an empty one."""
+    """One line that says what happened, or an empty one. A step whose rewards failed says why."""
     if isinstance(event, StepEnd):
         m = event.report.metrics
         kl = m.get("actor/reward_kl_penalty", m.get("actor/ppo_kl", 0.0))
         return (
             f"step {event.step}: reward {m['train/reward/mean']:.3f}, KL {kl:.4f}, "
             f"length {m['response_length/mean']:.1f}, {m['perf/throughput']:.0f} tokens/s, {event.report.step_s:.2f} s"
+            + (f"; {problem}" if (problem := reward_problem(event)) else "")
         )
     if isinstance(event, Evaluation):
         m = event.metrics
@@ -202,6 +205,15 @@ def describe(event: Event) -> str:
     if isinstance(event, TransitionEnd):
         return f"transition before step {event.step}: {_moved(event.report)}; {_changes(event.before, event.after)}"
     return ""
+
+
+def reward_problem(event: StepEnd) -> str:
+    """How many of a step's reward calls came to nothing and why the first did; empty where none did."""
+    report = event.report
+    if report.reward_problem is None:
+        return ""
+    num_lost = report.metrics["reward/num_failed"] + report.metrics["reward/num_late"]
+    return f"the reward function failed for {num_lost:.0f} responses, first with {report.reward_problem}"
 
 
 def _announced(event: SupplyChange) -> str:

@@ -235,6 +235,7 @@ class LiveRuntime(Runtime):
             lengths,
             sync_s=sync_s,
             sync_bytes=sync_bytes,
+            reward_problem=learned.reward_problem,
             operations=self._operations(),
             peak_bytes=self._on(self.plan.devices, Worker.peak_bytes),
             engine_bytes=engine_bytes,

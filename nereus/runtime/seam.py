@@ -34,6 +34,7 @@ class StepReport:
 
     metrics: verl's names; task_s: seconds of each model-stage; lengths: of the step's batch; sync_s and sync_bytes:
     weight synchronization.
+    reward_problem: what came of the first reward call that failed or was late, where one was.
     operations: {class: (work, seconds)} as observed; peak_bytes: by device; engine_bytes: by device, what engines hold
     beside the state when the step has ended.
     """
@@ -46,6 +47,7 @@ class StepReport:
     lengths: LengthSummary
     sync_s: float = 0.0
     sync_bytes: int = 0
+    reward_problem: str | None = None
     operations: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     peak_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
     engine_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)

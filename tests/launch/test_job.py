@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from runs import descendants
 
 from nereus.algorithms.loop import Scores
 from nereus.checkpoint.hf import init_tensors, save_folder
+from nereus.data.prompts import Prompt
+from nereus.data.reward_pool import load_reward
 from nereus.data.tokenizers import byte_tokenizer
-from nereus.errors import ConfigError, ModelError
+from nereus.errors import ConfigError, DataError, ModelError
 from nereus.launch.job import Job, Scorer, prepare_job
 from nereus.model import Head
 from nereus.plan import Role
@@ -126,7 +129,42 @@ def test_the_scorer_decodes_responses_and_counts_failures(recipe: dict[str, Any]
         tokenizer = byte_tokenizer()
         responses = [[*tokenizer.encode(text), tokenizer.eos_id] for text in ("4", "x", "12")]
         scores = job.setup.score(job.setup.prompts[:3], responses)
-    assert scores == Scores((41.0, 0.0, 121.0), num_failed=1)
+    assert scores == Scores(
+        (41.0, 0.0, 121.0), num_failed=1, first_problem="ValueError: invalid literal for int() with base 10: 'x'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("definition", "reason"),
+    [
+        ("def compute_score(**sample): raise KeyError('no truth')", "KeyError: 'no truth'"),
+        ("async def compute_score(**sample): return 1.0", "TypeError: the function is async"),
+        ("def compute_score(**sample): pass", "TypeError: the function returned None"),
+        ("def compute_score(prompt, answer): return 1.0", "unexpected keyword argument 'data_source'"),
+    ],
+)
+def test_a_reward_function_that_never_worked_ends_the_run_with_its_first_traceback(
+    tmp_path: Path, definition: str, reason: str
+) -> None:
+    path = tmp_path / "score.py"
+    path.write_text(definition + "\n")
+    prompt = Prompt(0, (5,), "1", "task", "1")
+    with load_reward(f"{path}:compute_score", timeout=timedelta(seconds=5)) as reward:
+        with pytest.raises(DataError, match="failed for all of 2 responses") as raised:
+            Scorer(reward, byte_tokenizer())([prompt] * 2, [[5], [6]])
+    assert reason in str(raised.value)
+    if "KeyError" in reason:
+        assert f'File "{path}", line 1, in compute_score' in str(raised.value)
+
+
+def test_a_reward_function_that_has_worked_may_fail_for_a_whole_batch(tmp_path: Path) -> None:
+    path = tmp_path / "score.py"
+    path.write_text("def compute_score(solution_str, **sample): return float(solution_str)\n")
+    prompt, tokenizer = Prompt(0, (5,), "1", "task", "1"), byte_tokenizer()
+    with load_reward(f"{path}:compute_score", timeout=timedelta(seconds=5)) as reward:
+        scorer = Scorer(reward, tokenizer)
+        assert scorer([prompt], [tokenizer.encode("3")]).values == (3.0,)
+        assert scorer([prompt], [tokenizer.encode("x")]).num_failed == 1
 
 
 def _no_reward() -> dict[str, str]:

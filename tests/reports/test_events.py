@@ -20,6 +20,7 @@ REPORT = StepReport(
     LengthSummary(100 / 3, 80.0, 97.0, 12.1, shortest=3.0, cut_share=1 / 7),
     sync_s=0.3,
     sync_bytes=11,
+    reward_problem="KeyError: 'x'",
     operations={"gemm": (1e12, 0.7)},
     peak_bytes={3: 123},
     engine_bytes={3: 7},
