@@ -11,7 +11,8 @@ from costmodel_machine import STAGES
 from costmodel_workers import SPEC, Case, Workers
 
 from nereus.plan import Layout, Recompute, StagePlan
-from nereus.planner.prices.memory import FP32, StageMemory, rank_memory
+from nereus.planner.prices.footprints import StageMemory, stage_memory
+from nereus.planner.prices.memory import FP32
 
 LARGE = dataclasses.replace(SPEC, vocab=16384)
 UNEVEN = dataclasses.replace(SPEC, num_layers=5)
@@ -85,7 +86,7 @@ def _label(case: Case) -> str:
 def _predicted(case: Case, device: int) -> StageMemory:
     position = case.plan.position(device)
     assert position is not None
-    return rank_memory(
-        STAGES[case.stage][0], case.spec, case.plan.layout, case.plan.layout.pp_rank(position[1]), dp=case.plan.dp,
-        workload=case.workload, micro_batch=case.micro_batch, recompute=case.recompute, precision=FP32,
+    return stage_memory(
+        STAGES[case.stage][0], case.spec, case.plan.layout, pp_rank=case.plan.layout.pp_rank(position[1]),
+        dp=case.plan.dp, workload=case.workload, micro_batch=case.micro_batch, recompute=case.recompute, precision=FP32,
     )  # fmt: skip

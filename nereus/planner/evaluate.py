@@ -1,7 +1,8 @@
 """The price of a plan someone brings: its step, its memory device by device, and whether it fits.
 
-Prices one candidate per model-stage with `cost` and `memory` directly, on the devices the plan names; the search's
-tables are not used, so that a chosen plan priced here is a check of the search.
+Prices one candidate per model-stage, a row of the columns that the search fills, on the devices the plan names. How a
+plan's candidates share devices, memory and waves is found from the plan alone, so that a chosen plan priced here is a
+check of the search; the columns themselves are checked against plain formulas in the tests.
 """
 
 import dataclasses
@@ -13,8 +14,9 @@ import numpy as np
 from nereus.cluster import Link
 from nereus.errors import PlanError
 from nereus.plan import ModelStage, Plan, Recompute, Stage, StagePlan
-from nereus.planner.prices.cost import Span, StageCost
-from nereus.planner.prices.memory import StageMemory, stage_memory
+from nereus.planner.prices.cost import StageCost
+from nereus.planner.prices.footprints import StageMemory, stage_memory
+from nereus.planner.prices.passes import Span
 from nereus.planner.problem import PlanningProblem
 from nereus.planner.search.bounds import step_of
 from nereus.planner.space.line import Line, speed_ranks
@@ -128,7 +130,7 @@ def check_plan(problem: PlanningProblem, plan: Plan) -> None:
 def samples_shared(problem: PlanningProblem, model_stage: ModelStage) -> int:
     """Samples that the units of a model-stage share out at once."""
     work = problem.workload
-    return -(-work.num_samples // work.mini_batches) if model_stage.stage is Stage.TRAINING else work.num_samples
+    return work.mini_batch_samples if model_stage.stage is Stage.TRAINING else work.num_samples
 
 
 def _check_groups(problem: PlanningProblem, m: ModelStage, stage_plan: StagePlan) -> None:

@@ -80,6 +80,13 @@ class Workload:
         return self.batch * self.n
 
     @property
+    def mini_batch_samples(self) -> int:
+        """Samples of the largest mini-batch. The engine cuts a batch into contiguous shares that differ by one sample
+        at most (`algorithms.buffer.shares`), and each of those over the units: where they do not divide, the largest
+        share of the largest share is priced, in seconds and in bytes."""
+        return -(-self.num_samples // self.mini_batches)
+
+    @property
     def mean_tokens(self) -> float:
         """Prompt plus response of the mean sample."""
         return self.prompt_tokens + self.response.mean

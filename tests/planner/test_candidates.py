@@ -1,9 +1,11 @@
-"""The matrices that price all candidates against the models that price one, and dominance among settings."""
+"""The columns that price all candidates against plain formulas for one, and dominance among settings."""
 
 import math
 import random
 
 import numpy as np
+import plain_cost
+import plain_memory
 import pytest
 from instances import random_problem, tiny_spec
 
@@ -11,8 +13,8 @@ from nereus.cluster import ACCELERATORS, Cluster, Device, Link, parse_cluster, u
 from nereus.known_models import load_spec
 from nereus.plan import ACTOR_TRAINING, REFERENCE_INFERENCE, Layout, Recompute, Stage
 from nereus.planner.api import problem_for
-from nereus.planner.prices.cost import Span
-from nereus.planner.prices.memory import stage_memory
+from nereus.planner.prices.footprints import stage_memory
+from nereus.planner.prices.passes import Span
 from nereus.planner.space.candidates import RECOMPUTES, Candidate, Candidates, best_settings
 from nereus.planner.space.layouts import Space
 from nereus.planner.space.line import Line
@@ -30,7 +32,7 @@ def span_of(line, candidate):
 
 
 def check_rows(problem, count, seed=0):
-    """Compare some rows of every table with `CostModel.stage_seconds` and `stage_memory`."""
+    """Compare some rows of every table, and the same settings priced one by one, with the plain formulas."""
     rng = random.Random(seed)
     for m in problem.workflow.model_stages:
         table = problem.pricing.candidates(m, in_turn=True)
@@ -42,20 +44,39 @@ def check_rows(problem, count, seed=0):
                 recompute=candidate.recompute, precision=problem.precision,
             )  # fmt: skip
             spec, layout = problem.specs[m.role], candidate.layout
-            cost = problem.cost.stage_seconds(
-                m, spec, layout, tasks=problem.workflow.tasks, span=span_of(problem.line, candidate),
+            where = dict(
+                tasks=problem.workflow.tasks, span=span_of(problem.line, candidate),
                 accelerator=problem.line.regions[candidate.region].accelerator,
-                active_workers_on_node=min(candidate.num_devices, problem.line.max_node), **setting,
+                active_workers_on_node=min(candidate.num_devices, problem.line.max_node),
             )  # fmt: skip
+            cost = plain_cost.stage_seconds(problem.cost, m, spec, layout, **where, **setting)
             assert math.isclose(sum(candidate.wave_seconds), cost.seconds, rel_tol=1e-9), (m, candidate)
-            memory = stage_memory(m, spec, layout, **setting)
+            check_bills(problem.cost.stage_seconds(m, spec, layout, **where, **setting), cost)
+            memory = plain_memory.stage_memory(m, spec, layout, **setting)
+            check_parts(stage_memory(m, spec, layout, **setting), memory)
             # sums of parts, each cut to whole bytes
             assert abs(memory.active_bytes - candidate.active_bytes) <= 8, (m, candidate)
             assert abs(memory.idle_bytes - candidate.idle_bytes) <= 8, (m, candidate)
             if m is not ACTOR_TRAINING and m.stage != "training":
-                shared = stage_memory(m, spec, layout, shares_weights=True, **setting)
+                shared = plain_memory.stage_memory(m, spec, layout, shares_weights=True, **setting)
+                check_parts(stage_memory(m, spec, layout, shares_weights=True, **setting), shared)
                 assert abs(shared.active_bytes - candidate.shared_active_bytes) <= 8
                 assert shared.idle_bytes == candidate.shared_idle_bytes
+
+
+def check_bills(found, expected):
+    """The operations of every task, not only their seconds: calibration learns from them."""
+    assert found.tasks.keys() == expected.tasks.keys()
+    for name, task in expected.tasks.items():
+        for part in ("work", "bubble"):
+            counts, plain = getattr(found.tasks[name], part).counts, getattr(task, part).counts
+            np.testing.assert_allclose(counts, plain, rtol=1e-9, atol=1e-9, err_msg=f"{part} of {name}")
+
+
+def check_parts(found, expected):
+    for ours, plain in ((found.active, expected.active), (found.idle, expected.idle)):
+        assert ours.keys() == plain.keys()
+        assert all(abs(ours[part] - size) <= 2 for part, size in plain.items()), (ours, plain)
 
 
 def test_tables_equal_the_models_on_a_large_cluster():
@@ -88,11 +109,16 @@ def test_synchronization_tables_equal_the_cost_model():
     for row in range(0, len(sources), max(1, len(sources) // 5)):
         at, seconds = sources[row], prices[row]
         for i in range(0, len(targets), max(1, len(targets) // 7)):
-            expected = problem.cost.sync_seconds(
-                problem.specs[source.role], (at.layout, at.dp), (targets[i].layout, targets[i].dp),
+            expected = plain_cost.sync_seconds(
+                problem.cost, problem.specs[source.role], (at.layout, at.dp), (targets[i].layout, targets[i].dp),
                 same_node=False, precision=problem.precision,
             )  # fmt: skip
             assert math.isclose(seconds[i], expected, rel_tol=1e-9)
+            one = problem.cost.sync_seconds(
+                problem.specs[source.role], (at.layout, at.dp), (targets[i].layout, targets[i].dp),
+                same_node=False, precision=problem.precision,
+            )  # fmt: skip
+            assert math.isclose(one, expected, rel_tol=1e-9)
 
 
 def test_no_layout_is_tried_that_heads_or_nodes_forbid():

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nereus.algorithms.buffer import shares
 from nereus.cluster import ACCELERATORS, Link, parse_cluster, uniform_cluster
 from nereus.engine_facts import Op, causal_pairs
 from nereus.known_models import MODELS
@@ -19,9 +20,11 @@ from nereus.plan import (
     Recompute,
 )
 from nereus.planner.prices.calibration import Calibration
-from nereus.planner.prices.cost import BUBBLE, CostModel, Span, _pipeline_pass, pipeline_basis
+from nereus.planner.prices.cost import BUBBLE, CostModel
+from nereus.planner.prices.footprints import stage_memory
 from nereus.planner.prices.memory import BF16, FP32
 from nereus.planner.prices.operations import Shape, Tokens, decode_step, layer_backward, layer_forward
+from nereus.planner.prices.passes import Span, pipeline_basis, pipeline_pass
 from nereus.planner.workload import Lengths, Workload, segments
 from nereus.workflow import workflow_for
 
@@ -81,7 +84,7 @@ def test_counts_from_the_basis_equal_counts_of_the_pass_itself():
     for recompute in (None, *Recompute):
         layout, span = Layout(rng.choice((1, 2, 4)), rng.choice((1, 2, 4))), Span(pp_link=Link.INTER_NODE)
         tokens = Tokens(rng.uniform(1, 9e3), rng.uniform(1, 9e6), rng.uniform(1, 9e3))
-        direct = _pipeline_pass(SHAPE, layout, 2, span, recompute, tokens).counts
+        direct = pipeline_pass(SHAPE, layout, 2, span, recompute, tokens).counts
         empty, count, pairs, loss = pipeline_basis(SHAPE, layout, 2, span, recompute)
         assert empty + tokens.count * count + tokens.pairs * pairs + tokens.loss * loss == pytest.approx(direct)
 
@@ -127,6 +130,22 @@ def test_shares_that_differ_by_one_sample_are_priced_by_the_largest():
     assert cost(dp=3, workload=thirds, micro_batch=1).seconds == pytest.approx(
         cost(dp=3, workload=dataclasses.replace(EVEN, batch=66), micro_batch=1).seconds
     )
+
+
+def test_mini_batches_that_do_not_divide_are_priced_by_the_largest_in_seconds_and_bytes():
+    odd = dataclasses.replace(EVEN, batch=65, mini_batches=4)
+    even = dataclasses.replace(EVEN, batch=68, mini_batches=4)
+    assert odd.mini_batch_samples == max(len(share) for share in shares(odd.num_samples, 4)) == 17
+    priced = [cost(workload=work, micro_batch=1).per_task["actor_update"] for work in (odd, even)]
+    assert priced[0] == pytest.approx(priced[1])
+    held = [
+        stage_memory(
+            ACTOR_TRAINING, LLAMA, Layout(1, 1), dp=1, workload=work, micro_batch=17, recompute=Recompute.NONE,
+            precision=BF16,
+        )
+        for work in (odd, even)
+    ]  # fmt: skip
+    assert held[0] == held[1]
 
 
 def test_the_slowest_replica_of_random_lengths_is_priced():

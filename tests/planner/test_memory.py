@@ -19,13 +19,12 @@ from nereus.plan import (
     Layout,
     Recompute,
 )
+from nereus.planner.prices.footprints import stage_memory
 from nereus.planner.prices.memory import (
     BF16,
     FP32,
     cache_heads,
     layer_bytes_per_token,
-    rank_memory,
-    stage_memory,
     state_numel,
 )
 from nereus.planner.workload import Lengths, Workload
@@ -103,15 +102,15 @@ def test_a_layer_keeps_these_tensors():
 def test_the_fullest_rank_of_a_pipeline_is_the_fullest_of_its_stages():
     layout = Layout(tp=2, pp=3)
     settings = {"dp": 1, "workload": PLAIN, "micro_batch": 4, "recompute": Recompute.FULL, "precision": BF16}
-    ranks = [rank_memory(ACTOR_TRAINING, BIG, layout, rank, **settings) for rank in range(3)]
+    ranks = [stage_memory(ACTOR_TRAINING, BIG, layout, pp_rank=rank, **settings) for rank in range(3)]
     assert memory(layout=layout, **settings) == max(ranks, key=lambda rank: rank.active_bytes)
     assert len({rank.active_bytes for rank in ranks}) == 3
 
 
 def test_a_short_micro_batch_peaks_where_the_embedding_has_its_gradient():
     short = Workload(batch=8, prompt_tokens=1, response=Lengths.constant(1))
-    first = rank_memory(
-        ACTOR_TRAINING, BIG, Layout(pp=2), 0, dp=1, workload=short, micro_batch=1, recompute=Recompute.FULL,
+    first = stage_memory(
+        ACTOR_TRAINING, BIG, Layout(pp=2), pp_rank=0, dp=1, workload=short, micro_batch=1, recompute=Recompute.FULL,
         precision=BF16,
     )  # fmt: skip
     kept = 2 * 14 * BIG.hidden * 2
@@ -123,8 +122,8 @@ def test_gradients_on_their_way_back_count_on_all_stages_but_the_first():
     sent = []
     for batch in (1, 2, 3, 8):
         workload = Workload(batch=batch, prompt_tokens=100, response=Lengths.constant(3900))
-        last = rank_memory(
-            CRITIC_TRAINING, critic, Layout(pp=2), 1, dp=1, workload=workload, micro_batch=1,
+        last = stage_memory(
+            CRITIC_TRAINING, critic, Layout(pp=2), pp_rank=1, dp=1, workload=workload, micro_batch=1,
             recompute=Recompute.NONE, precision=BF16,
         )  # fmt: skip
         sent.append(last.active["workspace"])

@@ -1,7 +1,12 @@
-"""Bytes of many candidates at once: `memory.stage_memory` over arrays of settings.
+"""Bytes of many candidates at once, on the fullest rank of a unit, part by part.
+
+State follows the flat buffers of the engine exactly (alignment included). A rank's peak is the largest of the moments
+that can be it (the logits, a layer's backward, the embedding's gradient), at the pipeline stage where it is highest.
+Lengths enter by their longest samples: a micro-batch is assumed to hold the longest ones of the unit.
 
 Of a pipeline's ranks four can be the fullest: the first, the last, and the first in between of each number of layers
-(in-flight micro-batches only fall towards the end). `memory` is the definition; a test holds the two together.
+(in-flight micro-batches only fall towards the end). It does not know the device's size, the headroom, or what else
+lives on the device: the search adds those up.
 """
 
 import dataclasses
@@ -31,6 +36,9 @@ from nereus.shards.boxes import layer_range
 
 NUM_RANKS = 4
 
+Parts = dict[str, Ints]
+"""Bytes of each part of a memory, [rows] each."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayoutTable:
@@ -52,10 +60,13 @@ class LayoutTable:
     """[layouts]: the number of each layout's among `sizes`."""
 
 
-@functools.lru_cache(maxsize=32)
-def layout_table(spec: ModelSpec, layouts: tuple[tuple[int, int], ...]) -> LayoutTable:
-    """The table of (tp, pp) pairs; depends on the model alone, so it is kept between decisions."""
-    ranks = [_full_ranks(spec.num_layers, pp) for _, pp in layouts]
+@functools.lru_cache(maxsize=256)
+def layout_table(spec: ModelSpec, layouts: tuple[tuple[int, int], ...], pp_rank: int | None = None) -> LayoutTable:
+    """The table of (tp, pp) pairs; depends on the model alone, so it is kept between decisions.
+
+    pp_rank: the only pipeline rank to look at, instead of those that can be the fullest.
+    """
+    ranks = [_full_ranks(spec.num_layers, pp) if pp_rank is None else [pp_rank] * NUM_RANKS for _, pp in layouts]
     layers = [
         [len(layer_range(spec.num_layers, pp, r)) for r in rank] for (_, pp), rank in zip(layouts, ranks, strict=True)
     ]
@@ -137,6 +148,27 @@ class Footprints:
     shared_idle: Ints
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes on the fullest rank of one unit of one model-stage.
+
+    active: parts while its tasks run (weights, gradients, masters, moments, activations, logits, kv_cache,
+        packed_weights, sync_buffers, workspace); a part that is zero is absent.
+    idle: parts that stay while other model-stages run.
+    """
+
+    active: dict[str, int]
+    idle: dict[str, int]
+
+    @property
+    def active_bytes(self) -> int:
+        return sum(self.active.values())
+
+    @property
+    def idle_bytes(self) -> int:
+        return sum(self.idle.values())
+
+
 def footprints(
     model_stage: ModelStage,
     spec: ModelSpec,
@@ -151,10 +183,41 @@ def footprints(
 ) -> Footprints:
     """Memory of each row: layout number `at[row]` of the table with its dp and micro-batch."""
     stage = _StageFootprint(model_stage, spec, table, at, dp, micro_batch, workload, recompute, precision)
-    active, idle = stage.fullest(shared=False)
+    active, idle, _ = stage.fullest(shared=False)
     if stage.trains:
         return Footprints(active, idle, active, idle)
-    return Footprints(active, idle, *stage.fullest(shared=True))
+    return Footprints(active, idle, *stage.fullest(shared=True)[:2])
+
+
+def stage_memory(
+    model_stage: ModelStage,
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    dp: int,
+    workload: Workload,
+    micro_batch: int,
+    recompute: Recompute,
+    precision: Precision,
+    shares_weights: bool = False,
+    pp_rank: int | None = None,
+) -> StageMemory:
+    """One row with its parts: memory of the fullest rank of the fullest unit.
+
+    micro_batch: samples of a micro-batch; for generation, sequences decoded at once by a unit (slots).
+    shares_weights: the role's training model-stage holds the parameters and counts them.
+    pp_rank: the fullest tensor-parallel rank of this pipeline stage instead.
+    """
+    row, table = np.zeros(1, dtype=np.int64), layout_table(spec, ((layout.tp, layout.pp),), pp_rank)
+    stage = _StageFootprint(
+        model_stage, spec, table, row, row + dp, row + micro_batch, workload, recompute, precision
+    )  # fmt: skip
+    fullest = int(stage.fullest(shared=shares_weights)[2][0])
+    idle, working = stage.parts(fullest, shared=shares_weights)
+    active = {part: int(size[0]) for part, size in (idle | working).items()}
+    return StageMemory(
+        {part: size for part, size in active.items() if size}, {part: active[part] for part in idle if active[part]}
+    )
 
 
 class _StageFootprint:
@@ -175,7 +238,7 @@ class _StageFootprint:
         self.stage, self.spec, self.table, self.at = model_stage.stage, spec, table, at
         self.precision, self._size = precision, table.size[at]
         self.trains = self.stage is Stage.TRAINING
-        total = -(-workload.num_samples // workload.mini_batches) if self.trains else workload.num_samples
+        total = workload.mini_batch_samples if self.trains else workload.num_samples
         self.samples = np.maximum(1, -(-total // dp))
         self.micro_batch = np.maximum(1, np.minimum(micro_batch, self.samples))
         self.prompt = workload.max_prompt_tokens or workload.prompt_tokens
@@ -196,44 +259,67 @@ class _StageFootprint:
         result: Floats = np.array([value(tp) for tp in self.table.sizes], dtype=np.float64)[self._size]
         return result
 
-    def fullest(self, *, shared: bool) -> tuple[Ints, Ints]:
-        """(active, idle) bytes of the rank with most active bytes; of equal ranks the first."""
+    def fullest(self, *, shared: bool) -> tuple[Ints, Ints, Ints]:
+        """(active bytes, idle bytes, number) of the rank with most active bytes; of equal ranks the first."""
         best_active = np.full(len(self.at), -1, dtype=np.int64)
-        best_idle = np.zeros(len(self.at), dtype=np.int64)
+        best_idle, best_rank = np.zeros(len(self.at), dtype=np.int64), np.zeros(len(self.at), dtype=np.int64)
         for place in range(NUM_RANKS):
-            numel = self.table.numel[self.at, place]
-            idle = self._state(numel, shared=shared)
-            active = idle + self._workings[place]
+            idle = self._state(self.table.numel[self.at, place], shared=shared)
+            active = idle + self._working_bytes[place]
             if self.trains or not shared:
-                active = active + 2 * np.minimum(SYNC_BUCKET_BYTES, numel * self.precision.param_bytes)
+                active = active + self._sync_buffers(place)
             fuller = active > best_active
             best_active = np.where(fuller, active, best_active)
             best_idle = np.where(fuller, idle, best_idle)
-        return best_active, best_idle
+            best_rank = np.where(fuller, place, best_rank)
+        return best_active, best_idle, best_rank
+
+    def parts(self, place: int, *, shared: bool) -> tuple[Parts, Parts]:
+        """(parts that stay while others run, parts beside them while it runs) of the rank at a place of the table."""
+        numel, precision = self.table.numel[self.at, place], self.precision
+        idle = {"weights": numel * (0 if shared and not self.trains else precision.param_bytes)}
+        if self.trains:
+            wide = numel * precision.wide_bytes
+            idle |= {"gradients": wide, "masters": wide * precision.has_masters, "moments": 2 * wide}
+        working = self._working(place)
+        if self.trains or not shared:
+            working["sync_buffers"] = self._sync_buffers(place)
+        return idle, working
 
     def _state(self, numel: Ints, *, shared: bool) -> Ints:
+        """Bytes of all parts that stay: the sum of those of `parts`."""
         if not self.trains:
             return numel * (0 if shared else self.precision.param_bytes)
         return numel * state_bytes(self.precision)
 
-    @functools.cached_property
-    def _workings(self) -> list[Ints]:
-        return [self._working(place) for place in range(NUM_RANKS)]
+    def _sync_buffers(self, place: int) -> Ints:
+        numel = self.table.numel[self.at, place]
+        buffers: Ints = 2 * np.minimum(SYNC_BUCKET_BYTES, numel * self.precision.param_bytes)
+        return buffers
 
-    def _working(self, place: int) -> Ints:
-        """Bytes beyond the state while the model-stage runs."""
+    @functools.cached_property
+    def _working_bytes(self) -> list[Ints]:
+        return [functools.reduce(np.add, self._working(place).values()) for place in range(NUM_RANKS)]
+
+    def _working(self, place: int) -> Parts:
+        """What is held beyond the state while the model-stage runs."""
         layers, rank = self.table.layers[self.at, place], self.table.rank[self.at, place]
         last = rank == self.table.pp[self.at] - 1
         if self.trains:
             return self._training(layers, rank, last)
         if self.stage is Stage.GENERATION:
             return self._generation(layers, self.table.numel[self.at, place], rank, last)
+        # nothing is kept for a backward pass, but what is on its way to be sent
         transient = (self.forward + np.where(last, 0, MAX_SENDS * self.state_bytes)) * self.tokens
         logits = self._logits(self.loss_tokens, self.state_bytes * self.tokens)
         return _one_moment(np.where(last, logits, 0), transient)
 
-    def _training(self, layers: Ints, rank: Ints, last: Mask) -> Ints:
-        """What micro-batches in flight keep, and the largest of the moments beside it."""
+    def _training(self, layers: Ints, rank: Ints, last: Mask) -> Parts:
+        """What micro-batches in flight under 1F1B keep, and the largest of the moments beside it.
+
+        A stage keeps of each micro-batch its layers' activations and what it sent on. The first stage's embedding has
+        a whole gradient when the layers of a micro-batch have given theirs back.
+        """
         micro_batches = -(-self.samples // self.micro_batch)
         in_flight = np.minimum(self.table.pp[self.at] - rank, micro_batches)
         count = np.minimum(in_flight * self.micro_batch, self.samples)
@@ -246,11 +332,15 @@ class _StageFootprint:
         logits = np.maximum(self._logits(self.loss_tokens, state * self.tokens), gradient)
         has_logits = last & (self.spec.head is Head.LM)
         activations = (kept + np.where(last, 0, state)) * (count * self.prompt + self.longest(count, self.samples))
-        result: Ints = activations.astype(np.int64) + _one_moment(np.where(has_logits, logits, 0), transient)
-        return result
+        parts: Parts = {"activations": activations.astype(np.int64)}
+        return parts | _one_moment(np.where(has_logits, logits, 0), transient)
 
-    def _generation(self, layers: Ints, numel: Ints, rank: Ints, last: Mask) -> Ints:
-        """The cache, what decoding copies of the weights, and the transients of the prefill or one step's logits."""
+    def _generation(self, layers: Ints, numel: Ints, rank: Ints, last: Mask) -> Parts:
+        """The cache, whose slots all hold the longest sequence; what decoding copies of the weights (all but an
+        embedding that is no head too); and the transients of the prefill or one step's logits.
+
+        The engine stores a mask entry beside each key. The slots of a pipeline's stages take turns, a lane a stage.
+        """
         value_bytes = self.precision.param_bytes
         per_token = layers * self.table.kv_heads[self.at] * (2 * self.spec.head_dim + 1) * value_bytes
         cache = (per_token * self.micro_batch * self.longest_tokens).astype(np.int64)
@@ -260,8 +350,8 @@ class _StageFootprint:
         packed = np.where(self.precision.has_masters | (size > MAX_PACKED_BYTES), 0, packed)
         lane = -(-self.micro_batch // self.table.pp[self.at])
         logits = np.where(last, self._logits(lane, copies=SAMPLING_COPIES), 0)
-        result: Ints = cache + packed + _one_moment(logits, self.forward * self.prompt * lane)
-        return result
+        parts: Parts = {"kv_cache": cache, "packed_weights": packed}
+        return parts | _one_moment(logits, self.forward * self.prompt * lane)
 
     def _logits(self, tokens: Floats | Ints, output: Floats | int = 0, *, copies: int = LOGITS_COPIES) -> Ints:
         """`memory.logits_bytes` of a number of tokens per row; the stage's output counts where there are logits."""
@@ -271,6 +361,6 @@ class _StageFootprint:
         return result
 
 
-def _one_moment(logits: Ints, transient: Floats) -> Ints:
-    result: Ints = np.maximum(logits, transient.astype(np.int64))
-    return result
+def _one_moment(logits: Ints, transient: Floats) -> Parts:
+    """The logits and a layer's transients are not alive together: the larger counts, as logits and the rest."""
+    return {"logits": logits, "workspace": np.maximum(0, transient.astype(np.int64) - logits)}

@@ -2,8 +2,8 @@
 
     rows (kept) -> seconds without recomputation -> memory, and recomputation, of those that are still of interest
 
-`cost` and `memory` price one candidate and are the definitions; `task_prices` and `footprints` do the same for all at
-once. A test holds the two together.
+`task_prices` and `footprints` hold the formulas, for all candidates at once; `cost.CostModel.stage_seconds` and
+`footprints.stage_memory` are one row of them.
 """
 
 import dataclasses
@@ -12,17 +12,16 @@ import math
 
 import numpy as np
 
-from nereus.cluster import Link
-from nereus.engine_facts import Op
 from nereus.model import ModelSpec
 from nereus.plan import ModelStage, Recompute, Role, Stage
 from nereus.planner.prices.cost import ON_DEVICE, CostModel, crowding
 from nereus.planner.prices.footprints import footprints, layout_table, smallest_state
 from nereus.planner.prices.memory import Precision
-from nereus.planner.prices.operations import COLUMN, Shape
+from nereus.planner.prices.operations import Shape
 from nereus.planner.prices.rows import Family, rows_of
 from nereus.planner.prices.syncs import Options, Shapes
-from nereus.planner.prices.task_prices import Layouts, TaskPrices
+from nereus.planner.prices.task_prices import TaskPrices
+from nereus.planner.prices.weight_sync import largest_numel, sync_link, sync_seconds
 from nereus.planner.space.candidates import RECOMPUTES, Candidates, Floats, Ints, packed
 from nereus.planner.space.layouts import Space
 from nereus.planner.space.line import Line
@@ -87,7 +86,7 @@ class Sketch:
         self.tasks = [task for task in pricing.workflow.tasks if task.model_stage == model_stage]
         alone = sum(m.stage is model_stage.stage for m in pricing.workflow.model_stages) == 1
         self._crowded_by_own = alone or in_turn
-        updated = -(-work.num_samples // work.mini_batches)
+        updated = work.mini_batch_samples
         self.pairs = pairs_of(
             pricing.space, model_stage.stage, (work.num_samples, updated),
             updated if self.trains else work.num_samples, line.num_devices,
@@ -191,28 +190,23 @@ class Sketch:
 
 
 class WeightSync:
-    """Prices of weight synchronizations, as `CostModel.sync_seconds`, for many targets at once."""
+    """Prices of the weight synchronizations of a problem (`sync_seconds`), between whole tables of candidates."""
 
     def __init__(self, pricing: Pricing) -> None:
         self.pricing = pricing
         line, cost = pricing.line, pricing.cost
-        link = Link.INTRA_NODE if len(line.node_sizes) == 1 else Link.INTER_NODE
-        hop, launch = COLUMN[(Op.POINT_TO_POINT, link)], COLUMN[(Op.LAUNCH, None)]
-        types = [region.accelerator for region in line.regions[::2]]
-        lines = np.stack([cost.lines(name, None) for name in types])
-        self._work, self._call, self._launch = lines[:, 0, hop], lines[:, 1, hop], lines[:, 1, launch]
+        self._link = sync_link(len(line.node_sizes))
+        self._lines = np.stack([cost.lines(region.accelerator, None) for region in line.regions[::2]])
 
     def matrix(self, source: ModelStage, sources: Shapes | Candidates, targets: Shapes | Candidates) -> Floats:
         """[sources, targets]: seconds from each candidate of a model-stage to each of another's."""
-        spec, wide = self.pricing.specs[source.role], self.pricing.precision.param_bytes
-        sent = np.multiply.outer(spec.num_params * wide / sources.num_devices, targets.dp)
-        moved = np.maximum(self._received(spec, targets), sent)
-        pieces = np.maximum(1, sources.tp[:, None] // targets.tp) * (spec.num_layers / targets.pp)
-        if len(self._work) == 1:
-            return np.asarray(moved * self._work[0] + pieces * self._call[0] + self._launch[0])
-        slower = np.maximum(targets.region // 2, sources.region[:, None] // 2)
-        seconds: Floats = moved * self._work[slower] + pieces * self._call[slower] + self._launch[slower]
-        return seconds
+        pricing, spec = self.pricing, self.pricing.specs[source.role]
+        numel = largest_numel(spec, pricing.space.layouts(spec, pricing.line))[targets.tp, targets.pp]
+        slower = np.maximum(targets.region // 2, sources.region[:, None] // 2) if len(self._lines) > 1 else None
+        return sync_seconds(
+            spec, pricing.precision, sources, targets, largest_numel=numel, lines=self._lines, link=self._link,
+            slower=slower,
+        )  # fmt: skip
 
     def classes(self, sources: Candidates, targets: Candidates) -> tuple[Ints, Ints]:
         """([sources], [targets]): keys; candidates with equal ones have equal prices."""
@@ -220,16 +214,3 @@ class WeightSync:
             packed((sources.num_devices, 32), (sources.tp, 12), (sources.region // 2, 6)),
             packed((targets.tp, 12), (targets.pp, 12), (targets.dp, 20), (targets.region // 2, 6)),
         )
-
-    def _received(self, spec: ModelSpec, targets: Shapes | Candidates) -> Floats:
-        numel = _largest_numel(spec, self.pricing.space.layouts(spec, self.pricing.line))
-        return numel[targets.tp, targets.pp] * self.pricing.precision.param_bytes
-
-
-@functools.lru_cache(maxsize=32)
-def _largest_numel(spec: ModelSpec, layouts: Layouts) -> Floats:
-    """[tp, pp]: elements of the largest flat buffer under each layout; infinite where there is none."""
-    table = layout_table(spec, layouts)
-    numel = np.full((int(table.tp.max(initial=0)) + 1, int(table.pp.max(initial=0)) + 1), math.inf)
-    numel[table.tp, table.pp] = table.largest_numel
-    return numel

@@ -10,7 +10,7 @@ import functools
 import numpy as np
 
 from nereus.cluster import Link
-from nereus.planner.prices.cost import Span
+from nereus.planner.prices.passes import Span
 from nereus.planner.prices.task_prices import Layouts
 from nereus.planner.space.candidates import Ints
 from nereus.planner.space.line import Region

@@ -1,10 +1,14 @@
-"""Seconds of a task for every (layout, setting) at once: the counts of `operations` as matrices.
+"""Operations and seconds of a task for every (layout, setting) at once.
 
-`cost` prices one layout and setting and is the definition. Its counts are linear in passes, tokens, pairs and calls:
-here they are taken once per layout (and kept, for they depend on the model's shape alone), turned into seconds, and
-spread over all settings by products of small matrices. A test holds the two together.
+    operations of one pass, token, pair, ... of a layout  x  how many of each a setting has  x  how many passes
+
+The counts of a task are linear in what a unit works on: each task is a few `Term`s, products of counts that depend on
+the layout and of amounts that depend on the setting. Seconds of all cells are products of small matrices; the bill of
+one cell is one of their entries, so what is predicted and what is learned from come from the same formula.
+The slowest unit is priced: it has the largest share of the samples and, of random lengths, the expected largest sum.
 """
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -12,11 +16,13 @@ import numpy as np
 from nereus.cluster import Accelerator, Link
 from nereus.engine_facts import Op
 from nereus.plan import Layout, Recompute
-from nereus.planner.prices.cost import OPTIMIZER_PASSES, Span, machine_balance, pipeline_basis
+from nereus.planner.prices.calibration import PRIORS
 from nereus.planner.prices.footprints import LayoutTable
 from nereus.planner.prices.memory import Precision
 from nereus.planner.prices.operations import (
     COLUMN,
+    KEYS,
+    Bill,
     Counts,
     Shape,
     Tokens,
@@ -25,14 +31,52 @@ from nereus.planner.prices.operations import (
     hops,
     layer_forward,
 )
+from nereus.planner.prices.passes import Span, pipeline_basis
 from nereus.planner.space.candidates import Floats
 from nereus.planner.space.settings import Amounts
 from nereus.workflow import Kind
 
 LAUNCH = COLUMN[(Op.LAUNCH, None)]
 ELEMENTWISE = COLUMN[(Op.ELEMENTWISE, None)]
+WORK, CALLS = 0, 1
+"""The rows of a bill's counts."""
+
+OPTIMIZER_PASSES = 7
+"""Wide tensors that one Adam update reads or writes per parameter: gradient, both moments twice, master twice."""
 
 Layouts = tuple[tuple[int, int], ...]
+ONCE = np.ones((1, 1))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Term:
+    """A part of a task. Axes of length one stand for all layouts, or for all settings.
+
+    counts: [layouts, amounts, 2, classes] operations of one of each amount. amounts: [amounts, settings] in one pass.
+    passes: [layouts, settings] passes of the slowest rank. waits: [layouts, settings] passes of others that it waits
+    for while its pipeline fills and drains.
+    """
+
+    counts: Counts
+    amounts: Floats
+    passes: Floats
+    waits: Floats | None = None
+
+    def seconds(self, lines: Counts) -> Floats:
+        """[layouts, settings]; lines: [2, classes] seconds per work and per call."""
+        times = self.passes if self.waits is None else self.passes + self.waits
+        seconds: Floats = (np.tensordot(self.counts, lines, axes=2) @ self.amounts) * times
+        return seconds
+
+    def bills(self, layout: int, setting: int) -> tuple[Counts, Counts]:
+        """([2, classes] work of the slowest rank, [2, classes] what it waits for) of one cell."""
+        counts = self.counts[layout % len(self.counts)]
+        one = np.tensordot(self.amounts[:, setting % self.amounts.shape[1]], counts, axes=1)
+        passes, waits = (
+            0.0 if times is None else times[layout % times.shape[0], setting % times.shape[1]]
+            for times in (self.passes, self.waits)
+        )
+        return one * passes, one * waits
 
 
 class TaskPrices:
@@ -59,70 +103,115 @@ class TaskPrices:
 
     def seconds(self, kind: Kind, lines: Counts, recompute: Recompute) -> Floats:
         """[layouts, settings]: `lines` are the seconds per work and per call of each class."""
-        if kind is Kind.GENERATE:
-            return self._generate(lines)
-        if kind is Kind.UPDATE:
-            return self._update(lines, recompute)
-        seconds: Floats = self._passes(lines, self.work.num_samples, None) + lines[1, LAUNCH]
+        first, *others = self.terms(kind, recompute)
+        seconds = first.seconds(lines)
+        for term in others:
+            seconds = seconds + term.seconds(lines)
         return seconds
 
-    def _passes(self, lines: Counts, samples: int, backward: Recompute | None) -> Floats:
-        """All micro-batches of a unit through its slowest pipeline stage, and the bubble."""
+    def bills(self, kind: Kind, recompute: Recompute, *, layout: int = 0, setting: int = 0) -> tuple[Bill, Bill]:
+        """(operations of the slowest rank, operations it waits for while its pipeline fills and drains) of a cell."""
+        work, waited = Bill(), Bill()
+        for term in self.terms(kind, recompute):
+            own, others = term.bills(layout, setting)
+            work.counts += own
+            waited.counts += others
+        return work, waited
+
+    def terms(self, kind: Kind, recompute: Recompute) -> list[Term]:
+        """The parts of a task of a kind."""
+        if kind is Kind.GENERATE:
+            return [self._generation(), _launched()]
+        if kind is Kind.UPDATE:
+            return self._update(recompute)
+        return [self._forward_and_backward(self.work.num_samples, 1, None), _launched()]
+
+    def _forward_and_backward(self, samples: int, times: int, backward: Recompute | None) -> Term:
+        """All micro-batches of a unit through its slowest pipeline stage, `times` times: 1F1B, whose bubble is one
+        pass for each stage but the last. backward: None for a forward pass alone."""
         counts = _pass_counts(self.shape, self.layouts, self.value_bytes, self.span, backward)
         content, micro_batches = self.amounts.passes(samples)
-        seconds: Floats = np.tensordot(counts, lines, axes=2) @ content
-        seconds *= micro_batches + (self.table.pp[:, None] - 1)
-        return seconds
+        passes = (times * micro_batches).astype(np.float64)[None]
+        waits = (times * (self.table.pp - 1)).astype(np.float64)[:, None]
+        return Term(counts, content, passes, waits)
 
-    def _update(self, lines: Counts, recompute: Recompute) -> Floats:
-        """All optimizer updates of a step: passes, gradient reduction and Adam."""
-        work, table, dp, wide = self.work, self.table, self.amounts.pairs.dp, self.precision.wide_bytes
+    def _update(self, recompute: Recompute) -> list[Term]:
+        """All optimizer updates of a step: passes, gradient reduction over the units, and Adam of the flat buffers."""
+        updates = self.work.epochs * self.work.mini_batches
+        dp, numel = self.amounts.pairs.dp, self.table.ends_numel
+        wide, narrow = self.precision.wide_bytes, self.precision.param_bytes
         reduce = COLUMN[(Op.ALL_REDUCE, self.span.dp_link)]
-        sent = np.multiply.outer(table.ends_numel * wide, 2 * (dp - 1) / dp)
-        if self.span.dp_link is Link.INTER_NODE:
-            beside = np.maximum(1, self.devices_per_node // (table.tp * table.pp))
-            sent /= np.minimum(dp, beside[:, None])
-        per_element = OPTIMIZER_PASSES * wide + 2 * self.precision.param_bytes
-        fixed = OPTIMIZER_PASSES * lines[1, ELEMENTWISE] + lines[1, LAUNCH]
-        adam = table.ends_numel * per_element * lines[0, ELEMENTWISE] + fixed
-        once = sent * lines[0, reduce] + (_hops(dp.tobytes()) * lines[1, reduce] + adam[:, None])
-        passes = self._passes(lines, int(work.num_samples / work.mini_batches), recompute)
-        seconds: Floats = (work.epochs * work.mini_batches) * (passes + once)
-        return seconds
+        sent = _zeros(len(numel), 1)
+        sent[:, 0, WORK, reduce] = numel * wide
+        # between nodes the units of one node share the traffic over their network cards
+        beside = np.maximum(1, self.devices_per_node // (self.table.tp * self.table.pp))[:, None]
+        shared = np.minimum(dp, beside) if self.span.dp_link is Link.INTER_NODE else np.ones((1, 1))
+        fixed = _zeros(len(numel), 2)
+        fixed[:, 0, CALLS, reduce] = 1
+        fixed[:, 1, WORK, ELEMENTWISE] = numel * (OPTIMIZER_PASSES * wide + 2 * narrow)
+        fixed[:, 1, CALLS, ELEMENTWISE] = OPTIMIZER_PASSES
+        fixed[:, 1, CALLS, LAUNCH] = 1
+        return [
+            self._forward_and_backward(self.work.mini_batch_samples, updates, recompute),
+            Term(sent, (2 * (dp - 1) / dp)[None], updates / shared),
+            Term(fixed, np.stack([_hops(dp.tobytes()), np.ones(len(dp))]), updates * ONCE),
+        ]
 
-    def _generate(self, lines: Counts) -> Floats:
-        """Prefill and decoding: seconds are linear in passes, prompts, and each side's steps, tokens and context."""
-        parts = [self._prefill_seconds(lines), *(self._decode_seconds(lines, bound) for bound in (False, True))]
-        amounts = self.amounts.generation(self.balance * self.value_bytes / 2)
-        seconds: Floats = np.concatenate(parts, axis=1) @ amounts + lines[1, LAUNCH]
-        return seconds
+    def _generation(self) -> Term:
+        """Prefill of all prompts, and decoding with a batch that shrinks, on the unit whose sequences last longest.
 
-    def _prefill_seconds(self, lines: Counts) -> Floats:
-        """[layouts, 2]: seconds of a prefill pass, and of each prompt in it."""
+        Amounts: prefill passes and prompts, then decode steps, tokens and tokens x context, first of the steps that are
+        bound by memory and then of those bound by computing. The slots of a pipeline's stages take turns (a lane a
+        stage): a stage is busy all the time with its share of the layers and each lane's share of the batch.
+        """
+        parts = [self._prefill(), *(self._decoding(bound) for bound in (False, True))]
+        return Term(np.concatenate(parts, axis=1), self.amounts.generation(self.balance * self.value_bytes / 2), ONCE)
+
+    def _prefill(self) -> Counts:
+        """[layouts, 2, 2, classes]: counts of a prefill pass, and of each prompt in it."""
         prompt = self.work.prompt_tokens
-        counts = _prefill_counts(self.shape, self.table.sizes, self.value_bytes, self.span.tp_link, prompt)
-        per: Floats = np.tensordot(counts, lines, axes=2)[self.table.size]
-        per[:, 1] /= self.table.pp
-        per_pass, per_token = self._hop_seconds(lines)
-        per[:, 0] += per_pass
-        per[:, 1] += per_token * prompt
+        per = _prefill_counts(self.shape, self.table.sizes, self.value_bytes, self.span.tp_link, prompt)[
+            self.table.size
+        ]
+        per[:, 1] /= self.table.pp[:, None, None]
+        self._add_hops(per, tokens=prompt)
         return per
 
-    def _decode_seconds(self, lines: Counts, compute_bound: bool) -> Floats:
-        """[layouts, 3]: seconds of a decode step, of each token in it, and of each token of context one attends to."""
-        counts = _decode_counts(self.shape, self.table.sizes, self.value_bytes, self.span.tp_link, compute_bound)
-        per: Floats = np.tensordot(counts, lines, axes=2)[self.table.size]
-        per[:, 1:] /= self.table.pp[:, None]
-        per_pass, per_token = self._hop_seconds(lines)
-        per[:, 0] += per_pass + self.table.pp * lines[1, LAUNCH]
-        per[:, 1] += per_token
+    def _decoding(self, compute_bound: bool) -> Counts:
+        """[layouts, 3, 2, classes]: counts of a decode step, of each token in it, and of each token of context one
+        attends to."""
+        per = _decode_counts(self.shape, self.table.sizes, self.value_bytes, self.span.tp_link, compute_bound)[
+            self.table.size
+        ]
+        per[:, 1:] /= self.table.pp[:, None, None, None]
+        per[:, 0, CALLS, LAUNCH] += self.table.pp
+        self._add_hops(per, tokens=1)
         return per
 
-    def _hop_seconds(self, lines: Counts) -> tuple[Floats, Floats]:
-        """([layouts] each) seconds to hand activations along the pipeline: of a pass, and of each token in it."""
+    def _add_hops(self, per: Counts, *, tokens: float) -> None:
+        """Add to [layouts, (pass, item, ...), 2, classes] the activations handed along the pipeline, and the sampled
+        tokens back to its start. tokens: of an item."""
         hop, pp = COLUMN[(Op.POINT_TO_POINT, self.span.pp_link)], self.table.pp
-        per_token = (pp - 1) * (self.shape.hidden * self.value_bytes * lines[0, hop])
-        return np.where(pp > 1, pp * lines[1, hop], 0.0), per_token
+        per[:, 0, CALLS, hop] += np.where(pp > 1, pp, 0)
+        per[:, 1, WORK, hop] += (pp - 1) * (tokens * self.shape.hidden * self.value_bytes)
+
+
+def machine_balance(accelerator: Accelerator) -> float:
+    """Operations per byte of memory from which on products are bound by computing, at the priors' efficiencies."""
+    return (accelerator.flops_per_s * PRIORS[Op.GEMM].efficiency) / (
+        accelerator.memory_bytes_per_s * PRIORS[Op.DECODE_GEMM].efficiency
+    )
+
+
+def _zeros(layouts: int, amounts: int) -> Counts:
+    return np.zeros((layouts, amounts, 2, len(KEYS)))
+
+
+def _launched() -> Term:
+    """The call of a task itself."""
+    counts = _zeros(1, 1)
+    counts[0, 0, CALLS, LAUNCH] = 1
+    return Term(counts, ONCE, ONCE)
 
 
 @functools.lru_cache(maxsize=128)
