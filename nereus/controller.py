@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from nereus.decide.adaptation import Adaptation
-from nereus.decide.decider import Action, Outlook, Ruling
+from nereus.decide.ruling import Action, Ruling
+from nereus.decide.seam import Outlook
 from nereus.errors import ClusterError, PlanError, TransitionAborted
 from nereus.plan import Plan
 from nereus.reports.control import Requests

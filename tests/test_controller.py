@@ -8,7 +8,8 @@ from table_outlook import TableOutlook, lengths, plan_on, report
 from nereus.cluster import ACCELERATORS, uniform_cluster
 from nereus.controller import Clock, Controller, Course
 from nereus.decide.adaptation import Adaptation
-from nereus.decide.decider import Decider, Policy
+from nereus.decide.decider import Decider
+from nereus.decide.policies.nereus import NereusPolicy
 from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
 from nereus.errors import TransitionAborted
 from nereus.plan import Plan
@@ -96,7 +97,7 @@ def controlled(folder, counts, num_steps, *, transitions=None, infeasible=frozen
     runtime = TableRuntime(time, aborts)
     adaptation, outlook = None, TableOutlook(transition_s=0.5, infeasible=infeasible)
     if counts:
-        decider = Decider(Policy(), outlook, PLAN, lengths=lengths())
+        decider = Decider(NereusPolicy(), outlook, PLAN, lengths=lengths())
         adaptation = Adaptation(TraceSupply(trace_of_counts(counts, seed=seed)), decider, events.append)
     Controller(
         runtime, outlook, Course(num_steps, 0, transitions or {}), events.append,
@@ -144,7 +145,7 @@ def test_a_flapping_run_replays_from_its_events_and_shows_predictions(tmp_path, 
 
     def decider(start):
         outlook = TableOutlook(transition_s=0.5)
-        return Decider(Policy(), outlook, Plan.from_json(start["plan"]), lengths=lengths())
+        return Decider(NereusPolicy(), outlook, Plan.from_json(start["plan"]), lengths=lengths())
 
     assert ruled_decisions(replay(lines, decider)) == recorded_decisions(lines)
     steps = [e for e in events if isinstance(e, StepEnd)]
@@ -171,7 +172,7 @@ def test_a_device_with_a_notice_is_left_so_early_that_moving_ends_before_its_dea
     time, events = VirtualTime(), []
     runtime = TableRuntime(time, transition_s=6.0)
     outlook = TableOutlook(transition_s=6.0)
-    decider = Decider(Policy(), outlook, PLAN, lengths=lengths())
+    decider = Decider(NereusPolicy(), outlook, PLAN, lengths=lengths())
     ended_s = {}
 
     def observe(event):
@@ -205,7 +206,7 @@ def test_what_was_judged_is_what_is_executed_whoever_wanted_it(tmp_path):
             return super().transition(transition)
 
     time, events, outlook = VirtualTime(), [], Judging(transition_s=0.5)
-    decider = Decider(Policy(), outlook, PLAN, lengths=lengths())
+    decider = Decider(NereusPolicy(), outlook, PLAN, lengths=lengths())
     supply = TraceSupply(trace_of_counts([(0.0, 4), (2.5, 3)], seed=0))
     Controller(
         Executing(time), outlook, Course(6, 0, {2: lambda current: plan_on(0, 1)}), events.append,

@@ -23,7 +23,8 @@ ROOMS = (
     "shards", "comm", "recipe", "supply",
     "planner.placement", "planner.workload", "planner.space", "planner.prices", "planner.problem", "planner.search",
     "planner.evaluate", "planner.api", "planner.report",
-    "transition", "data", "algorithms", "engines", "checkpoint", "moving", "runtime", "reports", "decide", "controller",
+    "transition", "data", "algorithms", "engines", "checkpoint", "moving", "runtime",
+    "decide.admission", "reports", "decide", "controller",
     "baselines", "examples", "launch", "commands", "cli",
 )  # fmt: skip
 """The rooms of the house from the ground up; each imports from itself and from those before it."""

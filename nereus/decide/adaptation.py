@@ -9,7 +9,8 @@ It neither runs nor moves anything, and reads no clock: the controller says what
 from collections.abc import Callable
 
 from nereus.cluster import Cluster
-from nereus.decide.decider import Decider, Ruling, supply_event
+from nereus.decide.decider import Decider
+from nereus.decide.ruling import Ruling, supply_event
 from nereus.plan import Plan
 from nereus.reports.events import Event
 from nereus.runtime.seam import StepReport

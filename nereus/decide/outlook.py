@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 
 from nereus.cluster import Cluster, Link
-from nereus.decide.decider import Decider, Outlook, Policy, Prediction
+from nereus.decide.decider import Decider
+from nereus.decide.policies import POLICIES
+from nereus.decide.policy import Dials
+from nereus.decide.seam import Outlook, Prediction
 from nereus.engine_facts import Op
 from nereus.errors import PlanError
 from nereus.model import Head, Llama3RopeScaling, ModelSpec
@@ -330,14 +333,8 @@ def _spec(fields: Mapping[str, Any]) -> ModelSpec:
 
 def decider_of(config: RunConfig, outlook: ModelOutlook, plan: Plan) -> Decider:
     """The decider of a recipe's job, started on `plan`."""
-    policy = Policy(
-        mode=config.admission,
-        gamma=config.gamma,
-        length_threshold=config.triggers.length,
-        efficiency_threshold=config.triggers.efficiency,
-        warmup_steps=config.trainer.critic_warmup,
-    )
-    return Decider(policy, outlook, plan, lengths=outlook.job.first_lengths)
+    policy = POLICIES[config.admission](Dials(config.gamma, config.triggers.length, config.triggers.efficiency))
+    return Decider(policy, outlook, plan, lengths=outlook.job.first_lengths, warmup_steps=config.trainer.critic_warmup)
 
 
 def recorded_decider(start: Mapping[str, Any]) -> Decider:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from nereus.cluster import Cluster
-from nereus.decide.decider import Decider, Ruling
+from nereus.decide.decider import Decider
+from nereus.decide.ruling import Ruling
 from nereus.errors import DataError
 from nereus.plan import Plan
 from nereus.reports.events import StepEnd

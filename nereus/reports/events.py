@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 from nereus.cluster import Cluster
+from nereus.decide.admission import Numbers
 from nereus.errors import DataError
 from nereus.plan import ModelStage, Plan
 from nereus.planner.workload import LengthSummary
@@ -216,7 +217,7 @@ class TriggerFired(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision(Event):
-    """What was decided before `step`, with its numbers; null where the decision never came to them.
+    """What was decided before `step`, with its numbers; None where the decision never came to them.
 
     action: what follows (keep, move, restart, pause). again: a declined target was examined again without a replan.
     """
@@ -228,16 +229,10 @@ class Decision(Event):
     current: Plan | None
     target: Plan | None
     again: bool
-    current_s: float | None
-    target_s: float | None
-    saving_s: float | None
-    transition_s: float | None
-    payback_steps: float | None
-    horizon_steps: float | None
-    gamma: float | None
+    numbers: Numbers | None
 
     def fields(self) -> dict[str, Any]:
-        numbers = ("current_s", "target_s", "saving_s", "transition_s", "payback_steps", "horizon_steps", "gamma")
+        names = ("current_s", "target_s", "saving_s", "transition_s", "payback_steps", "horizon_steps", "gamma")
         return {
             "verdict": self.verdict,
             "action": self.action,
@@ -245,7 +240,7 @@ class Decision(Event):
             "current": self.current.to_json() if self.current else None,
             "target": self.target.to_json() if self.target else None,
             "again": self.again,
-            **{name: getattr(self, name) for name in numbers},
+            **{name: getattr(self.numbers, name) if self.numbers else None for name in names},
         }
 
 

@@ -46,7 +46,7 @@ def change_table(changes: Sequence[Event], rows: Rows) -> Table | None:
         last = transitions[index + 1].step if index + 1 < len(transitions) else None
         first = transitions[index - 1].step if index else 1
         decision = decisions.get(transition.step)
-        predicted = decision.target_s if decision is not None else None
+        predicted = decision.numbers.target_s if decision is not None and decision.numbers is not None else None
         table.add_row(
             str(transition.step),
             decision.verdict if decision is not None else "asked for",

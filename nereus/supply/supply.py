@@ -57,6 +57,11 @@ class SupplyView:
         """Seconds to the next announced change."""
         return min((a.deadline_s for a in self.announced), default=None)
 
+    @property
+    def leaving(self) -> frozenset[int]:
+        """Devices that are announced to leave."""
+        return frozenset(device for a in self.announced if a.leaving for device in a.devices)
+
     def leaving_within(self, seconds: float) -> frozenset[int]:
         """Devices that will have left after so many seconds."""
         return frozenset(d for a in self.announced if a.leaving and a.deadline_s <= seconds for d in a.devices)

@@ -6,8 +6,10 @@ import pytest
 from table_outlook import TableOutlook, lengths, plan_on, report
 
 from nereus.decide.adaptation import Adaptation
-from nereus.decide.decider import Action, Decider, Policy
+from nereus.decide.decider import Decider
+from nereus.decide.policies.nereus import NereusPolicy
 from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
+from nereus.decide.ruling import Action
 from nereus.plan import Plan
 from nereus.reports.events import Start, StepEnd, TransitionEnd
 from nereus.supply.supply import StaticSupply, SupplyView, TraceSupply
@@ -18,7 +20,7 @@ PLAN = plan_on(0, 1, 2, 3)
 
 
 def decider():
-    return Decider(Policy(), TableOutlook(transition_s=0.5), PLAN, lengths=lengths())
+    return Decider(NereusPolicy(), TableOutlook(transition_s=0.5), PLAN, lengths=lengths())
 
 
 def drive(supply, num_steps, *, asked=None):

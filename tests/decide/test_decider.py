@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 from table_outlook import TableOutlook, lengths, plan_on, report
 
 from nereus.decide.admission import Admit, Decline, Urgent
-from nereus.decide.decider import Action, Decider, Policy, supply_event
+from nereus.decide.decider import Decider
+from nereus.decide.policies import POLICIES
+from nereus.decide.policies.nereus import NereusPolicy
+from nereus.decide.policy import Dials
 from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
+from nereus.decide.ruling import Action, supply_event
 from nereus.decide.triggers import Signal
 from nereus.plan import Plan
 from nereus.reports.events import RunFolder, Start, StepEnd, TransitionEnd, TransitionFailed, read_events
@@ -24,7 +28,7 @@ FOUR = SupplyView((0, 1, 2, 3))
 
 def decider(outlook=None, *, mode="nereus", gamma=0.5, plan=None, devices=(0, 1, 2, 3)):
     plan = plan or plan_on(*devices)
-    return Decider(Policy(mode, gamma), outlook or TableOutlook(), plan, lengths=lengths())
+    return Decider(POLICIES[mode](Dials(gamma)), outlook or TableOutlook(), plan, lengths=lengths())
 
 
 def run(deciding, steps, *, view=FOUR, mean=lambda step: 100.0, noise=lambda step: 1.0, first=1, slow=lambda step: 1.0):
@@ -326,7 +330,7 @@ def test_a_plan_that_was_mispredicted_is_left_again_for_the_one_that_was_measure
 
 def test_nothing_is_learned_from_the_seconds_of_steps_in_which_the_critic_learns_alone():
     outlook = TableOutlook()
-    deciding = Decider(Policy(warmup_steps=4), outlook, plan_on(0, 1, 2, 3), lengths=lengths())
+    deciding = Decider(NereusPolicy(), outlook, plan_on(0, 1, 2, 3), lengths=lengths(), warmup_steps=4)
     rulings = run(deciding, 20, slow=lambda step: 0.3 if step <= 4 else 1.0)
     assert [(r.step, t.signal) for r in rulings for t in r.triggers] == [(8, Signal.START)]
     assert outlook.learned == pytest.approx(1.0)
@@ -334,7 +338,7 @@ def test_nothing_is_learned_from_the_seconds_of_steps_in_which_the_critic_learns
 
 def test_assumed_lengths_alone_fire_no_memory_trigger():
     outlook = TableOutlook(bytes_per_token=1.0)
-    deciding = Decider(Policy(), outlook, plan_on(0, 1), lengths=lengths(1e6))
+    deciding = Decider(NereusPolicy(), outlook, plan_on(0, 1), lengths=lengths(1e6))
     assert deciding.boundary(1, FOUR).triggers == ()
 
 

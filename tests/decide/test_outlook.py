@@ -7,9 +7,9 @@ import random
 import pytest
 
 from nereus.cluster import ACCELERATORS, Cluster, uniform_cluster
-from nereus.decide.decider import Action, supply_event
 from nereus.decide.outlook import WORKER_START_S, JobShape, ModelOutlook, decider_of, recorded_decider
 from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
+from nereus.decide.ruling import Action, supply_event
 from nereus.model import ModelSpec
 from nereus.plan import ACTOR_TRAINING, Layout, Plan, Recompute, Role, Stage
 from nereus.planner.evaluate import price

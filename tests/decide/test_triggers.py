@@ -6,7 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nereus.decide.triggers import Crossings, Drift, Memory, Signal, Supply, Trigger
+from nereus.decide.crossings import Crossings
+from nereus.decide.triggers import (
+    Aborted,
+    BoundaryReached,
+    Drift,
+    EfficiencyTrigger,
+    Fired,
+    LengthTrigger,
+    MemoryTrigger,
+    Moved,
+    Replanned,
+    ScriptedTrigger,
+    Signal,
+    StartTrigger,
+    StepEnded,
+    SupplyTrigger,
+)
 
 
 def fired(drift: Drift, values: list[float]) -> list[int]:
@@ -26,7 +42,7 @@ def test_a_length_fires_when_it_leaves_its_reference_by_more_than_the_threshold(
     drift, at_threshold = drift.seen(130.0)
     drift, beyond = drift.seen(131.0)
     assert first is None and at_threshold is None
-    assert beyond == Trigger(Signal.LENGTH, 131.0, 100.0, 0.30)
+    assert beyond == Fired(Signal.LENGTH, 131.0, 100.0, 0.30, "length +31% (100 -> 131)")
 
 
 def test_the_reference_is_reset_at_every_replan_so_growth_fires_again_and_again():
@@ -48,6 +64,64 @@ def test_one_outlier_in_a_smoothed_window_fires_nothing():
 def test_a_lasting_change_of_efficiency_fires_within_its_window():
     steps = fired(Drift(Signal.EFFICIENCY, 0.15, size=5), [1.0] * 10 + [1.4] * 10)
     assert steps and 10 < steps[0] < 15
+
+
+def told(trigger, moments):
+    """What a trigger fires at each of these moments."""
+    found = []
+    for moment in moments:
+        trigger, fired = trigger.seen(moment)
+        found.append(fired)
+    return found
+
+
+def devices(*ids):
+    return BoundaryReached(frozenset(ids), 0.5)
+
+
+def memory(share):
+    return BoundaryReached(frozenset({0}), share)
+
+
+TRIGGERS = [
+    LengthTrigger.of(0.3), EfficiencyTrigger.of(0.15), StartTrigger(), SupplyTrigger(), MemoryTrigger(),
+    ScriptedTrigger(frozenset({2, 5})),
+]  # fmt: skip
+"""All of them: a trigger that is added is added here."""
+
+MOMENTS = st.one_of(
+    st.builds(StepEnded, st.floats(1, 1e4), st.none() | st.floats(0.1, 10)),
+    st.builds(BoundaryReached, st.frozensets(st.integers(0, 5)), st.none() | st.floats(0, 2)),
+    st.builds(Replanned, st.lists(st.floats(0.1, 10), max_size=5).map(tuple), st.none() | st.floats(0.1, 10)),
+    st.just(Moved()),
+    st.just(Aborted()),
+)
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS, ids=lambda trigger: type(trigger).__name__)
+@given(moments=st.lists(MOMENTS, max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_every_trigger_is_a_value_and_fires_at_steps_and_boundaries_alone(trigger, moments):
+    before = repr(trigger)
+    found = told(trigger, moments)
+    assert repr(trigger) == before and told(trigger, moments) == found, "a trigger never changes"
+    for moment, fired in zip(moments, found, strict=True):
+        if fired is not None:
+            assert isinstance(moment, StepEnded | BoundaryReached)
+            assert fired.signal and str(fired), "it has a name and reads as what happened"
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS, ids=lambda trigger: type(trigger).__name__)
+@given(moments=st.lists(MOMENTS, max_size=40), ratio=st.floats(0.1, 10), share=st.floats(0, 2))
+@settings(max_examples=100, deadline=None)
+def test_no_trigger_fires_at_what_it_was_replanned_for(trigger, moments, ratio, share):
+    """A replan looks at what is seen then; the same seen again is no news to any trigger that does not count steps."""
+    if isinstance(trigger, StartTrigger | ScriptedTrigger):
+        return
+    boundary, step = BoundaryReached(frozenset({0, 1}), share), StepEnded(100.0, ratio)
+    ratios = (ratio,) * 5
+    found = told(trigger, [*moments, step, boundary, Replanned(ratios, None), step, boundary])
+    assert found[-2:] == [None, None]
 
 
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=200))
@@ -73,26 +147,43 @@ def test_a_window_without_a_reference_takes_its_first_full_value():
 
 
 def test_supply_fires_at_once_and_only_on_a_change_of_devices():
-    supply, first = Supply().seen([0, 1])
-    supply, same = supply.seen([1, 0])
-    supply, grown = supply.seen([0, 1, 2])
-    supply, swapped = supply.seen([0, 1, 3])
+    first, same, grown, swapped, again = told(
+        SupplyTrigger(), [devices(0, 1), devices(1, 0), devices(0, 1, 2), devices(0, 1, 3), devices(0, 1, 3)]
+    )
     assert first is None and same is None
-    assert grown == Trigger(Signal.SUPPLY, 3, 2, 0.0)
-    assert swapped == Trigger(Signal.SUPPLY, 3, 3, 0.0)
-    assert supply.seen([0, 1, 3])[1] is None
+    assert grown == Fired(Signal.SUPPLY, 3, 2, 0.0, "devices: 2 -> 3")
+    assert swapped == Fired(Signal.SUPPLY, 3, 3, 0.0, "devices: 3 -> 3")
+    assert again is None
 
 
 def test_memory_fires_when_it_is_crossed_and_again_only_when_it_has_grown():
-    memory, fits = Memory().seen(0.99)
-    memory, crossed = memory.seen(1.01)
-    memory, same = memory.seen(1.02)
-    memory, grown = memory.seen(1.05)
-    memory, back = memory.seen(0.9)
-    _, once_more = memory.seen(1.01)
-    assert [t is not None for t in (fits, crossed, same, grown, back, once_more)] == [
-        False, True, False, True, False, True,
-    ]  # fmt: skip
+    asked = told(MemoryTrigger(), [memory(share) for share in (0.99, 1.01, 1.02, 1.05, 0.9, 1.01)])
+    assert [fired is not None for fired in asked] == [False, True, False, True, False, True]
+
+
+def test_memory_fires_again_after_the_move_that_was_to_relieve_it_was_aborted():
+    crossed, same, _, again = told(MemoryTrigger(), [memory(1.2), memory(1.2), Aborted(), memory(1.2)])
+    assert crossed == again and crossed is not None and same is None
+
+
+def test_the_first_measured_steps_fire_once_and_those_of_a_warm_up_do_not_count():
+    steps = [StepEnded(100.0, None)] * 2 + [StepEnded(100.0, 1.0)] * 10
+    assert [i for i, fired in enumerate(told(StartTrigger(), steps)) if fired] == [4]
+
+
+def test_after_a_move_efficiency_keeps_its_reference_and_sees_a_whole_window_before_it_fires():
+    told_of = [StepEnded(100.0, 1.0)] * 5 + [Moved()] + [StepEnded(100.0, 1.2)] * 5
+    found = told(EfficiencyTrigger.of(0.15), told_of)
+    assert [i for i, fired in enumerate(found) if fired] == [10]
+    assert found[10].reference == 1.0
+
+
+@pytest.mark.parametrize(("ratios", "expected", "reference"), [((), 1.1, 1.1), ((1.0, 3.0, 2.0), 1.1, 2.0)])
+def test_a_replan_gives_efficiency_the_ratios_of_now_or_where_they_are_few_what_is_expected(
+    ratios, expected, reference
+):
+    trigger, _ = EfficiencyTrigger.of(0.15).seen(Replanned(ratios, expected))
+    assert trigger.drift.reference == reference and trigger.drift.window == ratios
 
 
 def test_the_horizon_is_one_step_until_a_signal_has_crossed_twice():
@@ -130,13 +221,13 @@ def test_the_horizon_equals_the_average_computed_from_all_intervals(gaps):
 
 
 @pytest.mark.parametrize(
-    ("trigger", "text"),
+    ("trigger", "moments", "text"),
     [
-        (Trigger(Signal.LENGTH, 140, 100, 0.3), "length +40% (100 -> 140)"),
-        (Trigger(Signal.SUPPLY, 3, 4, 0), "devices: 4 -> 3"),
-        (Trigger(Signal.MEMORY, 1.04, 1, 1), "a device would need 1.040 of what it may use"),
-        (Trigger(Signal.START, 3, 0, 0), "the first 3 steps are measured"),
+        (LengthTrigger.of(0.3), [StepEnded(100.0, 1.0), StepEnded(140.0, 1.0)], "length +40% (100 -> 140)"),
+        (SupplyTrigger(), [devices(0, 1, 2, 3), devices(0, 1, 2)], "devices: 4 -> 3"),
+        (MemoryTrigger(), [memory(1.04)], "a device would need 1.040 of what it may use"),
+        (StartTrigger(), [StepEnded(100.0, 1.0)] * 3, "the first 3 steps are measured"),
     ],
 )
-def test_a_trigger_reads_as_what_happened(trigger, text):
-    assert str(trigger) == text
+def test_what_fires_reads_as_what_happened(trigger, moments, text):
+    assert str(told(trigger, moments)[-1]) == text

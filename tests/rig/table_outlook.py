@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from nereus.cluster import ACCELERATORS, Cluster, uniform_cluster
-from nereus.decide.decider import Outlook, Prediction
+from nereus.decide.seam import Outlook, Prediction
 from nereus.plan import Plan
 from nereus.planner.workload import LengthSummary
 from nereus.runtime.seam import StepReport

@@ -13,7 +13,8 @@ from table_outlook import TableOutlook, lengths, transition_of
 
 from nereus.controller import Clock, Controller, Course
 from nereus.decide.adaptation import Adaptation
-from nereus.decide.decider import Decider, Policy
+from nereus.decide.decider import Decider
+from nereus.decide.policies.nereus import NereusPolicy
 from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
 from nereus.plan import Plan
 from nereus.reports.control import Requests
@@ -62,7 +63,7 @@ class OnePlanForEach(TableOutlook):
 
 
 def decider(start: object = None, outlook: OnePlanForEach | None = None) -> Decider:
-    return Decider(Policy(), outlook or OnePlanForEach(), ON_FOUR, lengths=lengths())
+    return Decider(NereusPolicy(), outlook or OnePlanForEach(), ON_FOUR, lengths=lengths())
 
 
 @dataclasses.dataclass
