@@ -19,7 +19,7 @@ install: .venv/.base
 	@touch $@
 
 demo: .venv/.base
-	@$(BIN)/nereus train recipes/quickstart.yaml
+	@$(BIN)/nereus train recipes/quickstart.yaml run.overwrite=true
 
 test: .venv/.dev
 	$(BIN)/pytest

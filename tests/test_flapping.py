@@ -18,7 +18,8 @@ from nereus.plan import Plan, Role
 from nereus.planner.prices.calibration import Calibration
 from nereus.recipe.config import parse_config
 from nereus.reports.control import Requests
-from nereus.reports.events import Decision, Event, RunFolder, Start, StepEnd, SupplyChange, TransitionEnd, read_events
+from nereus.reports.events import Decision, Event, Start, StepEnd, SupplyChange, TransitionEnd, read_events
+from nereus.reports.run_folder import RunFolder
 from nereus.runtime.live import JobSetup
 from nereus.runtime.thread_pool import ThreadPool
 from nereus.supply.supply import TraceSupply

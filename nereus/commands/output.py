@@ -1,16 +1,28 @@
 """Where commands put what they found: `--json`, and the run folder they are asked about."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from nereus.errors import InputError
 
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run.dir of a running job.")]
+
+
+class LastingConsole(Console):
+    """A console whose reader may leave (`| head`): what nobody reads is dropped, and the command goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        unread = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(unread, (sys.stderr if self.stderr else sys.stdout).fileno())
+        os.close(unread)
 
 
 def check_destination(destination: str | None) -> None:

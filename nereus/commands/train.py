@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from nereus.commands.output import Json, check_destination, write_json
+from nereus.commands.output import Json, LastingConsole, check_destination, write_json
 from nereus.commands.signals import end_cleanly_on_sigterm
 
 EXIT_INTERRUPTED = 130
@@ -22,7 +21,7 @@ def train(
 ) -> None:
     """Run the recipe's post-training job."""
     check_destination(json_file)
-    console = Console(stderr=json_file == "-")
+    console = LastingConsole(stderr=json_file == "-")
     console.print("nereus: loading", style="dim")
     from nereus.recipe.config import load_config
     from nereus.reports.view import Lines, LiveView
@@ -40,11 +39,11 @@ def train(
             print("interrupted; everything that was started has ended", file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPTED) from None
     for note in result.notes:
-        console.print(note, highlight=False)
+        console.print(note, highlight=False, markup=False)
     console.print(evaluation_table(result.evaluations))
     changes = change_table(result.changes, result.steps)
     if changes is not None:
         console.print(changes)
         console.print(controller_share(result.steps), highlight=False)
-    console.print(f"run folder: {result.run_dir}", highlight=False)
+    console.print(f"run folder: {result.run_dir}", highlight=False, markup=False)
     write_json(result.to_json(), json_file)

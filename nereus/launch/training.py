@@ -12,23 +12,23 @@ from nereus.cluster import Cluster
 from nereus.controller import Clock, Controller, Course
 from nereus.decide.adaptation import Adaptation
 from nereus.decide.outlook import JobShape, ModelOutlook, decider_of
-from nereus.errors import ConfigError, NoFeasiblePlan
+from nereus.errors import NereusError, NoFeasiblePlan
 from nereus.launch.discovery import check_address
 from nereus.launch.job import Job, prepare_job
 from nereus.plan import Plan
 from nereus.planner.prices.calibration import Calibration
 from nereus.recipe.config import RunConfig, TransitionConfig
-from nereus.reports.control import Requests, Status
+from nereus.reports.control import Requests, Status, started_ticks
 from nereus.reports.events import (
     Decision,
     Evaluation,
     Event,
-    RunFolder,
     Start,
     StepEnd,
     TransitionEnd,
     TransitionFailed,
 )
+from nereus.reports.run_folder import RunFolder
 from nereus.reports.view import View
 from nereus.runtime.live import LiveRuntime
 from nereus.runtime.ray_pool import RayPool, RaySettings, RaySupply
@@ -83,9 +83,18 @@ class _Recorder:
             self.changes.append(event)
         self._status("training")
 
-    def finish(self, phase: str) -> None:
+    def finish(self, phase: str, reason: str = "") -> None:
         """Write what is still held back, and how the run ended."""
         self._flush()
+        self._status(phase, reason)
+
+    @property
+    def phase(self) -> str:
+        """How the run has ended where nothing went wrong."""
+        return "done" if self._step == self._steps else "stopped"
+
+    def begin(self, phase: str) -> None:
+        """Say what the run does before its first step."""
         self._status(phase)
 
     def _flush(self) -> None:
@@ -95,12 +104,39 @@ class _Recorder:
             self.steps.append(self._row)
             self._row = {}
 
-    def _status(self, phase: str) -> None:
-        Status(os.getpid(), phase, self._step, self._steps, self._plan, time.time()).write(self._folder.folder)
+    def _status(self, phase: str, reason: str = "") -> None:
+        process = os.getpid()
+        started, plan = started_ticks(process) or 0, self._plan if self._plan.stages else None
+        self._folder.status(Status(process, phase, self._step, self._steps, plan, time.time(), started, reason))
 
 
 def run_training(config: RunConfig, view: View) -> TrainResult:
-    """Run a recipe. Raises InputError before any worker starts where that is possible."""
+    """Run a recipe. Raises InputError before any worker starts where that is possible.
+
+    The run folder is this run's from the first second on, and says at its end how the run ended.
+    """
+    folder = RunFolder(config.run.dir, tell=view.note)
+    folder.open(config.to_yaml(), overwrite=config.run.overwrite)
+    recorder = _Recorder(folder, view, config.trainer.steps)
+    recorder.begin("starting")
+    phase, reason = "failed", "an error of its own; see what it printed"
+    try:
+        result = _run(config, view, folder, recorder)
+        phase, reason = recorder.phase, ""
+        return result
+    except KeyboardInterrupt:
+        phase, reason = "stopped", "interrupted"
+        raise
+    except NereusError as error:
+        reason = str(error)
+        raise
+    finally:
+        recorder.finish(phase, reason)
+        folder.close()
+
+
+def _run(config: RunConfig, view: View, folder: RunFolder, recorder: _Recorder) -> TrainResult:
+    """What happens between taking the run folder and giving it back."""
 
     def progress(what: str, done: int, total: int) -> None:
         view.phase(what, done=done, total=total)
@@ -108,17 +144,13 @@ def run_training(config: RunConfig, view: View) -> TrainResult:
     if config.cluster.address is not None:
         view.phase(f"asking for Ray at {config.cluster.address}")
         check_address(config.cluster.address)
+    requests = Requests(config.run.dir)
+    requests.clear()
     job = prepare_job(config, progress)
     pool = RayPool(ray_settings(config))
-    folder, requests = RunFolder(config.run.dir), Requests(config.run.dir)
     try:
         joined = RaySupply(pool) if follows_cluster(config) else None
         supply = configured_supply(config.supply, pool.cluster.device_ids, otherwise=joined)
-        try:
-            folder.open(config.to_yaml())
-        except OSError as error:
-            raise ConfigError("run.dir", f"{config.run.dir} cannot be written: {error.strerror}") from None
-        requests.clear()
         view.phase("starting Ray")
         pool.connect()
         for path in (config.run.dir, *sorted({role.folder / "config.json" for role in job.setup.roles.values()})):
@@ -128,7 +160,6 @@ def run_training(config: RunConfig, view: View) -> TrainResult:
         runtime = LiveRuntime(pool, job.setup, plan, on_operation=lambda end: progress(str(end), end.done, end.total))
         view.phase(f"starting {len(plan.devices)} workers")
         runtime.start()
-        recorder = _Recorder(folder, view, config.trainer.steps)
         recorder(_start_event(config, job, plan, outlook))
         clock = Clock(folder.elapsed_s)
         adaptation = None
@@ -139,13 +170,11 @@ def run_training(config: RunConfig, view: View) -> TrainResult:
         Controller(
             runtime, outlook, course, recorder, progress=progress, requests=requests, clock=clock, adaptation=adaptation
         ).run()
-        recorder.finish("done")
         return TrainResult(
             config.run.dir, tuple(recorder.evaluations), tuple(recorder.steps), tuple(recorder.changes), job.notes
         )
     finally:
         pool.close()
-        folder.close()
         if job.reward is not None:
             job.reward.close()
 

@@ -296,9 +296,10 @@ class TriggerConfig(Section):
 
 
 class RunFolderConfig(Section):
-    """Where the run writes."""
+    """Where the run writes. `overwrite`: an earlier run in `dir` is replaced; otherwise a new one there is refused."""
 
     dir: Path = Path("runs/nereus")
+    overwrite: bool = False
 
 
 class RunConfig(Section):

@@ -19,6 +19,8 @@ from nereus.errors import InputError, PlanError
 from nereus.plan import Plan
 
 STATUS = "status.json"
+ENDED = ("done", "stopped", "failed")
+"""Phases after which a run does nothing more."""
 
 
 class Requests:
@@ -88,7 +90,11 @@ def write_whole(path: Path, text: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Status:
-    """Where a run is. process: its driver's id; alive: whether that process still exists on this machine."""
+    """Where a run is.
+
+    process, started: its driver's id, and when that process started, in ticks since the machine did; so that another
+    process of the same id is not taken for it. reason: why it failed.
+    """
 
     process: int
     phase: str
@@ -96,10 +102,20 @@ class Status:
     steps: int
     plan: Plan | None
     updated_s: float
+    started: int = 0
+    reason: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ENDED
 
     @property
     def alive(self) -> bool:
-        return Path(f"/proc/{self.process}").exists() and self.phase not in ("done", "failed")
+        """Whether the run goes on: its process is there and has not said how it ended."""
+        if self.ended:
+            return False
+        started = started_ticks(self.process)
+        return started is not None and self.started in (0, started)
 
     def write(self, folder: Path) -> None:
         fields = dataclasses.asdict(self) | {"plan": self.plan.to_json() if self.plan else None}
@@ -117,6 +133,15 @@ class Status:
             return cls(**{**fields, "plan": plan})
         except (ValueError, KeyError, TypeError, PlanError):
             raise InputError(f"{path}: not a status that a run has written") from None
+
+
+def started_ticks(process: int) -> int | None:
+    """When a process of this machine started, in clock ticks since boot; None where there is none."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[19])
 
 
 def running(folder: Path) -> Status:

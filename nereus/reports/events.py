@@ -6,10 +6,9 @@ so that decisions can be replayed. `metrics.jsonl`: one row a step under verl's 
 
 import dataclasses
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar
 
 from nereus.cluster import Cluster
 from nereus.decide.admission import Numbers
@@ -242,45 +241,6 @@ class Decision(Event):
             "again": self.again,
             **{name: getattr(self.numbers, name) if self.numbers else None for name in names},
         }
-
-
-class RunFolder:
-    """Writes the files of one run. Lines are flushed as they come, so a crash loses none."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._files: dict[str, TextIO] = {}
-        self._started = time.monotonic()
-
-    def open(self, config_text: str) -> None:
-        """Create the folder and its files; an earlier run in it is replaced."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.yaml").write_text(config_text)
-        for name in ("metrics.jsonl", "events.jsonl"):
-            self._files[name] = (self.folder / name).open("w", encoding="utf-8")
-
-    def elapsed_s(self) -> float:
-        """Seconds since the run's first event."""
-        return time.monotonic() - self._started
-
-    def event(self, event: Event) -> None:
-        if isinstance(event, Start):
-            self._started = time.monotonic()
-        head = {"type": event.type, "step": event.step, "time_s": self.elapsed_s()}
-        self._line("events.jsonl", head | event.fields())
-
-    def metrics(self, row: Mapping[str, float]) -> None:
-        self._line("metrics.jsonl", row)
-
-    def _line(self, name: str, value: Mapping[str, Any]) -> None:
-        file = self._files[name]
-        file.write(json.dumps(value, allow_nan=True) + "\n")
-        file.flush()
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -46,6 +46,10 @@ class View(abc.ABC):
     def event(self, event: Event) -> None:
         """Something happened."""
 
+    @abc.abstractmethod
+    def note(self, text: str) -> None:
+        """Something people should know that is no event of the run; shown once."""
+
     def __enter__(self) -> Self:
         return self
 
@@ -68,12 +72,19 @@ class Lines(View):
         tenth = f" {10 * (10 * done // total)}%" if total else ""
         if what + tenth != self._last:
             self._last = what + tenth
-            self._console.print(f"{what}{tenth}", highlight=False, soft_wrap=True)
+            self._print(f"{what}{tenth}")
 
     def event(self, event: Event) -> None:
         text = describe(event)
         if text:
-            self._console.print(text, highlight=False, soft_wrap=True)
+            self._print(text)
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        """As it is: what comes from outside is never markup."""
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 class LiveView(View):
@@ -83,6 +94,7 @@ class LiveView(View):
         self._steps: deque[StepEnd] = deque(maxlen=RECENT_STEPS)
         self._evaluations: list[Evaluation] = []
         self._changes: deque[Event] = deque(maxlen=RECENT_CHANGES)
+        self._notes: list[str] = []
         self._plan: Plan | None = None
         self._phase: tuple[str, int, int] = ("starting", 0, 0)
         self._spinner = Spinner("dots")
@@ -113,6 +125,9 @@ class LiveView(View):
         if isinstance(event, TransitionEnd):
             self._plan = event.after
 
+    def note(self, text: str) -> None:
+        self._notes.append(text)
+
     def _render(self) -> RenderableType:
         what, done, total = self._phase
         head = Table.grid(padding=(0, 1))
@@ -122,6 +137,7 @@ class LiveView(View):
         if self._plan is not None:
             parts.append(Panel(device_map(self._plan), title="plan: devices by model-stage", title_align="left"))
         parts += [Text(describe(event), style="cyan") for event in self._changes]
+        parts += [Text(note, style="yellow") for note in self._notes]
         if self._steps:
             parts.append(step_table(self._steps))
             parts += [Text(f"step {event.step}: {problem}", style="red") for event in self._steps

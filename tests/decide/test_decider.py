@@ -19,7 +19,8 @@ from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
 from nereus.decide.ruling import Action, supply_event
 from nereus.decide.triggers import Signal
 from nereus.plan import Plan
-from nereus.reports.events import RunFolder, Start, StepEnd, TransitionEnd, TransitionFailed, read_events
+from nereus.reports.events import Start, StepEnd, TransitionEnd, TransitionFailed, read_events
+from nereus.reports.run_folder import RunFolder
 from nereus.supply.supply import Announcement, SupplyView
 from nereus.transition.operations import TransitionReport
 

@@ -17,7 +17,8 @@ from nereus.planner.prices.calibration import Calibration
 from nereus.planner.search.optimum import search
 from nereus.planner.workload import LengthSummary
 from nereus.recipe.config import parse_config
-from nereus.reports.events import RunFolder, Start, StepEnd, TransitionEnd, read_events
+from nereus.reports.events import Start, StepEnd, TransitionEnd, read_events
+from nereus.reports.run_folder import RunFolder
 from nereus.runtime.seam import StepReport
 from nereus.supply.supply import SupplyView
 from nereus.transition.judged import Transition

@@ -164,7 +164,7 @@ def test_a_running_job_tells_where_it_is_moves_when_asked_and_stops(tmp_path: Pa
         asked(people, "stop", str(folder))
         ended = run.wait()
         assert ended.code == 0 and ended.seconds < 60, ended.output
-        assert asked(people, "status", str(folder)).output.startswith("done, step ")
+        assert asked(people, "status", str(folder)).output.startswith("stopped, step ")
         assert "the run has ended" in asked(people, "stop", str(folder), code=2).output
         assert not survivors(tree)
     finally:

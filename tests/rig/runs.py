@@ -1,5 +1,6 @@
 """`nereus train` as a process of its own, on a recipe small enough for seconds, and what must not outlive it."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -53,9 +55,21 @@ class Ended:
 class Run:
     """One `nereus` command in a session of its own."""
 
-    def __init__(self, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str] = NOTHING) -> None:
-        self._log, self._begun = log, time.monotonic()
-        with log.open("wb") as output:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str] = NOTHING,
+        reader: Sequence[str] | None = None,
+    ) -> None:
+        """reader: a command that the output is piped to, whose own output goes to the log (`head -3`)."""
+        self._log, self._begun, self._reader = log, time.monotonic(), None
+        with contextlib.ExitStack() as files:
+            output: Any = files.enter_context(log.open("wb"))
+            if reader is not None:
+                self._reader = subprocess.Popen(reader, stdin=subprocess.PIPE, stdout=output)
+                output = files.enter_context(self._reader.stdin)  # type: ignore[arg-type]
             self.process = subprocess.Popen(
                 [str(Path(sys.executable).with_name("nereus")), *arguments],
                 stdin=subprocess.DEVNULL,
@@ -96,6 +110,8 @@ class Run:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+        if self._reader is not None:
+            self._reader.wait(10)
 
     @property
     def tree(self) -> set[int]:
