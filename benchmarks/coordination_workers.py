@@ -91,6 +91,12 @@ class LaunchedMovers(Movers):
     def digests(self, orders: Mapping[int, DeviceOrder]) -> Mapping[int, DeviceDigests]:
         return self._movers.digests(orders)
 
+    def settle(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
+        self._movers.settle(keys)
+
+    def census(self) -> Mapping[int, tuple[BufferKey, ...]]:
+        return self._movers.census()
+
     def release(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
         for of_device in keys.values():
             for key in of_device:

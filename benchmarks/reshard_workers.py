@@ -1,5 +1,6 @@
 """Real processes that hold state and move it: one process a device, calls over pipes. No Ray, no engines."""
 
+import contextlib
 import dataclasses
 import multiprocessing
 import pickle
@@ -128,6 +129,12 @@ class BenchWorker:
 
     def digests(self, order: DeviceOrder) -> DeviceDigests:
         return self.residents.digests(order)
+
+    def settle(self, keys: tuple[BufferKey, ...]) -> None:
+        self.residents.settle(keys)
+
+    def census(self) -> tuple[BufferKey, ...]:
+        return self.residents.whole_keys
 
     def release(self, keys: tuple[BufferKey, ...]) -> None:
         self.residents.release(keys)
@@ -343,6 +350,16 @@ class ProcessMovers(Movers):
 
     def digests(self, orders: Mapping[int, DeviceOrder]) -> dict[int, DeviceDigests]:
         return self.each("digests", {d: (order,) for d, order in orders.items()})
+
+    def settle(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
+        self.each("settle", {d: (of_device,) for d, of_device in keys.items()})
+
+    def census(self) -> dict[int, tuple[BufferKey, ...]]:
+        found: dict[int, tuple[BufferKey, ...]] = {}
+        for device in self.pipes:
+            with contextlib.suppress(NereusError):
+                found |= self.each("census", {device: ()})
+        return found
 
     def release(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
         self.each("release", {d: (of_device,) for d, of_device in keys.items()})

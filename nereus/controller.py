@@ -4,7 +4,8 @@
                                                                                          |
     each step:         run one RL step --> observe --> evaluate where due   <------------+
 
-State moves only here, between two steps. A move that is aborted leaves the job whole on the plan it had.
+State moves only here, between two steps. A move that is aborted leaves the job whole on the plan it had. Where that is
+not so, the job goes on with the units that are whole; where a model-stage has none, from the last saved state.
 """
 
 import dataclasses
@@ -15,13 +16,14 @@ from typing import Protocol
 from nereus.decide.adaptation import Adaptation
 from nereus.decide.ruling import Action, Ruling
 from nereus.decide.seam import Outlook
-from nereus.errors import ClusterError, PlanError, TransitionAborted
+from nereus.errors import ClusterError, PlanError, StateLost, TransitionAborted
 from nereus.plan import Plan
 from nereus.reports.control import Requests
 from nereus.reports.events import Evaluation, Event, StepEnd, TransitionEnd, TransitionFailed
 from nereus.runtime.seam import Runtime
 from nereus.transition.judged import Transition
 from nereus.transition.operations import Infeasible, TransitionReport
+from nereus.transition.remains import PlanBroken, Remains
 
 PAUSE_POLL_S = 0.25
 """How often a paused run looks at its supply."""
@@ -87,14 +89,16 @@ class Controller:
         self._runtime, self._outlook = runtime, outlook
         self._course, self._observe, self._progress = course, observer, progress
         self._requests, self._clock, self._adaptation = requests, clock, adaptation
+        self._step = 1
 
     def run(self) -> None:
         """Every step of the course, or until someone asks to stop; returns when the last is evaluated."""
         self._evaluate(0)
-        for step in range(1, self._course.steps + 1):
+        while self._step <= self._course.steps:
             if self._requests.stop_wanted():
                 return
-            before = self._boundary(step)
+            before = self._boundary(self._step)
+            step = self._step
             self._progress("step", step, self._course.steps)
             report = self._runtime.run_step(step)
             self._observe(
@@ -112,6 +116,7 @@ class Controller:
             else:
                 self._outlook.occupy(report.engine_bytes)
             self._evaluate(step)
+            self._step = step + 1
 
     def _boundary(self, step: int) -> Boundary:
         """Everything that may change the plan before a step: recipe and people first, then what adapts."""
@@ -180,10 +185,13 @@ class Controller:
         return self._move(step, found)
 
     def _move(self, step: int, transition: Transition) -> float:
-        """A live transition; the seconds it took. One that is aborted is told and changes nothing."""
+        """A live transition; the seconds it took. One that is aborted is told and changes nothing that is whole."""
         self._progress("moving to another plan before step", step, self._course.steps)
         try:
             report = self._runtime.transition(transition)
+        except PlanBroken as broken:
+            self._failed(step, transition.target, str(broken))
+            return self._go_on(step, broken.remains)
         except (TransitionAborted, ClusterError) as error:
             self._failed(step, transition.target, str(error))
             return 0.0
@@ -192,6 +200,40 @@ class Controller:
         if self._adaptation is not None:
             self._adaptation.moved(target, seconds=report.seconds, predicted_s=predicted_s)
         return report.seconds
+
+    def _go_on(self, step: int, remains: Remains) -> float:
+        """With the units that are whole, or from the last saved state; the seconds it took to get there."""
+        begun, before = time.perf_counter(), self._runtime.plan
+        while (plan := remains.plan) is not None:
+            self._progress("going on with what is whole before step", step, self._course.steps)
+            try:
+                self._runtime.fall_back(plan, lost=remains.lost)
+            except PlanBroken as broken:
+                remains = broken.remains
+                continue
+            seconds = time.perf_counter() - begun
+            report = TransitionReport(("fall back",), "fall_back", 0, 0, seconds, verified=True)
+            self._observe(TransitionEnd(step, before, plan, report))
+            if self._adaptation is not None:
+                self._adaptation.fell_back(plan)
+            return seconds
+        return self._restore(step, before, remains)
+
+    def _restore(self, step: int, plan: Plan, remains: Remains) -> float:
+        """Go on from the last saved state, and so from an earlier step; raises StateLost where there is none."""
+        saved, missing = self._runtime.saved_step, ", ".join(m.name for m in remains.missing)
+        if saved is None:
+            raise StateLost(f"before step {step} no whole copy of {missing} is left, and nothing was saved: {remains}")
+        self._progress(f"no whole copy of {missing} is left; going on from the state saved after step", saved, step)
+        begun = time.perf_counter()
+        self._runtime.resume(plan)
+        seconds = time.perf_counter() - begun
+        report = TransitionReport(("restart",), "restart", 0, 0, seconds, verified=True)
+        self._observe(TransitionEnd(step, plan, plan, report))
+        if self._adaptation is not None:
+            self._adaptation.moved(plan)
+        self._step = saved + 1
+        return seconds
 
     def _failed(self, step: int, target: Plan, reason: str) -> None:
         self._observe(TransitionFailed(step, self._runtime.plan, target, reason))

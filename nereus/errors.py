@@ -13,7 +13,10 @@
     ├── DeviceMemoryError           a worker passed its memory limit
     ├── UpdateAborted               an optimizer update was voted down; nothing was applied
     ├── CheckpointError             saved state that is not whole; names the file
+    ├── StateLost                   nothing whole is left of a model-stage, and no saved state to go on from
+    ├── TornStateError              state that a move did not finish, or that is gone; never computed on
     └── TransitionAborted           a transition was rolled back; carries the operation
+        └── PlanBroken              and the plan in force is not whole any more (`transition.remains`)
 
 A refusal inside the decision code is a value with a reason, not an exception.
 """
@@ -105,6 +108,21 @@ class CheckpointError(NereusError):
     """A checkpoint that is not whole; the message names the file."""
 
 
+class StateLost(NereusError):
+    """Nothing whole is left of a model-stage, neither on workers nor saved; the message names it and what happened."""
+
+
+class TornStateError(NereusError):
+    """A buffer that a move left unfinished or unverified, or that is gone, was to be used."""
+
+    def __init__(self, device: int, buffer: str, problem: str) -> None:
+        super().__init__(f"device {device}, {buffer}: {problem}")
+        self.device, self.buffer, self.problem = device, buffer, problem
+
+    def __reduce__(self) -> tuple[type["TornStateError"], tuple[int, str, str]]:
+        return TornStateError, (self.device, self.buffer, self.problem)
+
+
 class TransitionAborted(NereusError):
     """A transition was rolled back; `operation` names the operation that failed."""
 
@@ -113,5 +131,5 @@ class TransitionAborted(NereusError):
         self.operation = operation
         self.problem = problem
 
-    def __reduce__(self) -> tuple[type["TransitionAborted"], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type["TransitionAborted"], tuple[object, ...]]:
         return TransitionAborted, (self.operation, self.problem)

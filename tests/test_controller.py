@@ -45,7 +45,7 @@ class TableRuntime(Runtime):
 
     def __init__(self, time, aborts=0, transition_s=0.75):
         self._time, self._plan, self.asked, self._aborts = time, PLAN, [], aborts
-        self._transition_s = transition_s
+        self._transition_s, self._saved = transition_s, None
 
     @property
     def plan(self):
@@ -77,7 +77,16 @@ class TableRuntime(Runtime):
         self._time.pass_by(self._transition_s)
         return TransitionReport((), "shadow", 0, 0, self._transition_s, True)
 
+    def fall_back(self, plan, *, lost):
+        self.asked.append(("fall back", plan, lost))
+        self._plan = plan
+
+    @property
+    def saved_step(self):
+        return self._saved
+
     def suspend(self, step):
+        self._saved = step
         self.asked.append(("suspend", step))
         self._plan = Plan(())
 

@@ -60,6 +60,10 @@ class Adaptation:
         """The job is on `target`: by a ruling, a recipe or a hand. seconds, predicted_s: of a live transition."""
         self._decider.moved(target, seconds=seconds, predicted_s=predicted_s)
 
+    def fell_back(self, plan: Plan) -> None:
+        """The job goes on with what was whole of its plan."""
+        self._decider.fell_back(plan)
+
     def aborted(self, target: Plan, step: int) -> None:
         """A transition to `target` before `step` was refused or rolled back; its event has been observed."""
         self._decider.aborted(target, step)

@@ -30,7 +30,7 @@ from nereus.decide.measured import Measured
 from nereus.decide.policy import Policy, Situation, Standing
 from nereus.decide.ruling import Action, Ruling
 from nereus.decide.seam import Outlook, Prediction
-from nereus.decide.triggers import Aborted, BoundaryReached, Fired, Moment, Moved, Replanned, StepEnded
+from nereus.decide.triggers import Aborted, BoundaryReached, Fired, Moment, Moved, Replanned, Signal, StepEnded
 from nereus.plan import Plan, format_devices
 from nereus.planner.workload import LengthSummary
 from nereus.runtime.seam import StepReport
@@ -79,6 +79,7 @@ class Decider:
         self._correction = TransitionCorrection()
         self._aborts = Aborts()
         self._deadlines = Deadlines()
+        self._fell_back = False
         self._outlook.freeze()
 
     def boundary(self, step: int, view: SupplyView) -> Ruling:
@@ -91,6 +92,9 @@ class Decider:
         share = prediction.memory_share if prediction and self._measured.recent else None
         fired = [*self._fired, *self._tell(BoundaryReached(frozenset(now.devices), share))]
         self._fired = []
+        if self._fell_back:
+            fired.append(Fired(Signal.START, float(step), 0.0, 0.0, "some units of the plan were lost"))
+            self._fell_back = False
         if fired or self._gone(now.devices):
             ruling = self._replan(now, fired)
         elif self._pending:
@@ -117,6 +121,11 @@ class Decider:
         self._pending = self._still_faster(target)
         self._measured = self._measured.moved()
         self._tell(Moved())
+
+    def fell_back(self, plan: Plan) -> None:
+        """The job goes on with what was whole of its plan; what is best now is examined at the next boundary."""
+        self.moved(plan)
+        self._fell_back = True
 
     def recluster(self, cluster: Cluster) -> None:
         """The device ids stand for these devices from the next boundary on."""

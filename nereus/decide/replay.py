@@ -41,7 +41,9 @@ def replay(events: Iterable[Line], decider: Callable[[Line], Decider]) -> Iterat
         elif kind in ("trigger", "decision", "step") and not ruled:
             ruled = True
             yield deciding.boundary(line["step"], _known(view))
-        if kind == "transition":
+        if kind == "transition" and line["mode"] == "fall_back":
+            deciding.fell_back(Plan.from_json(line["to"]))
+        elif kind == "transition":
             live = line["mode"] != "restart"
             seconds, predicted_s = line["seconds"] if live else None, line.get("predicted_s") or 0.0
             deciding.moved(Plan.from_json(line["to"]), seconds=seconds, predicted_s=predicted_s)

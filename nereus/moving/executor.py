@@ -9,7 +9,8 @@
 
 Before the commit point any error aborts: the old plan is whole (shadow) or refilled (in place, from any copy that
 lives, on devices or in host memory), and nothing of the new epoch is left. After it an error is the loss of a
-worker under the new plan, never a return to the old one.
+worker under the new plan, never a return to the old one. Where the plan in force is not whole in the end, because a
+worker went with its state or a refill failed, PlanBroken says which units are; whatever else lives is kept until then.
 
 Operations that share a device run one after the other in the order of the DAG, others at once. Where the workers live
 is not known here: `Movers` is all there is of them.
@@ -21,7 +22,7 @@ import contextlib
 import dataclasses
 import enum
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from nereus.errors import NereusError, TransitionAborted
 from nereus.moving.commands import (
@@ -42,8 +43,9 @@ from nereus.shards.moves import Holding, lower_bound_numel
 from nereus.shards.state import Counters
 from nereus.transition.operations import Mode, Operation, Primitive, TransitionDag, TransitionReport
 from nereus.transition.price import DeviceTable, readable_bytes
+from nereus.transition.remains import PlanBroken, Remains
 
-__all__ = ["Execution", "MoveReport", "Movers", "OperationEnd", "Phase", "run_move"]
+__all__ = ["Execution", "MoveReport", "Movers", "OperationEnd", "Phase", "run_move", "survey"]
 
 
 class Movers(abc.ABC):
@@ -66,6 +68,14 @@ class Movers(abc.ABC):
     @abc.abstractmethod
     def digests(self, orders: Mapping[int, DeviceOrder]) -> Mapping[int, DeviceDigests]:
         """Digests of what each device sent and received."""
+
+    @abc.abstractmethod
+    def settle(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
+        """Say which filled buffers have been verified, by device; until then they are torn and nothing uses them."""
+
+    @abc.abstractmethod
+    def census(self) -> Mapping[int, tuple[BufferKey, ...]]:
+        """The buffers that are not torn, of every worker that answers. One that does not is left out: it is lost."""
 
     @abc.abstractmethod
     def release(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
@@ -103,6 +113,7 @@ def run_move(movers: Movers, order: MoveOrder, *, verify: bool = True) -> MoveRe
         raise TransitionAborted(order.key, f"devices {missing} did not report what they moved")
     if verify:
         _verify(order, movers.digests(parts))
+    movers.settle({device: (part.target,) for device, part in parts.items() if part.target is not None})
     return MoveReport(
         bytes_moved=order.bytes_moved,
         bytes_shared=sum(receipt.bytes_shared for receipt in receipts.values()),
@@ -138,6 +149,15 @@ def _verify(order: MoveOrder, digests: Mapping[int, DeviceDigests]) -> None:
         raise TransitionAborted(order.key, problem)
 
 
+def survey(
+    movers: Movers, ledger: Ledger, *, devices: Collection[int], problems: Iterable[NereusError] = ()
+) -> Remains:
+    """What is left of a ledger's plan, by what those workers of `devices` that answer say they hold."""
+    census = movers.census()
+    ledger.trust(census)
+    return ledger.remains(lost=set(devices).difference(census), problems=map(str, problems))
+
+
 @contextlib.contextmanager
 def _named(operation: str) -> Iterator[None]:
     """Any failure of a worker inside is the failure of the operation."""
@@ -165,6 +185,9 @@ class OperationEnd:
 
 HOST = (Primitive.OFFLOAD, Primitive.RELOAD)
 
+REFILL_TRIES = 2
+"""How often the way back goes through what is not whole: one error in it may be as passing as the one before it."""
+
 
 class Phase(enum.Enum):
     """STAGING -> COMMITTED -> DONE, or STAGING -> ABORTED."""
@@ -176,7 +199,10 @@ class Phase(enum.Enum):
 
 
 class Execution:
-    """One transition. `run` is called once; afterwards `phase` and `ledger` say what stands."""
+    """One transition. `run` is called once; afterwards `phase` and `ledger` say what stands.
+
+    problems: what failed on the way back or after the commit. unretired: epochs of which workers may hold something.
+    """
 
     def __init__(
         self,
@@ -205,12 +231,15 @@ class Execution:
         self._table, self._on_operation = table, on_operation
         self._num_ended = 0
         self.problems: list[NereusError] = []
+        self.unretired: set[int] = set()
+        self._lost: frozenset[int] = frozenset()
         self._reports: dict[int, MoveReport] = {}
 
     def run(self, commit: Callable[[], None]) -> TransitionReport:
         """Move the job to the target plan. `commit` is the commit point: it makes the target the plan in force.
 
-        Raises TransitionAborted before it, and after it the WorkerError of a worker lost while old buffers went.
+        Raises TransitionAborted before it where the old plan is whole, and PlanBroken where the plan in force, the old
+        one before it and the target after it, is not.
         """
         begun = time.monotonic()
         staged = self.dag.operations[: self.dag.num_staged]
@@ -218,18 +247,34 @@ class Execution:
             self._run_all(staged)
             with _named(f"seat epoch {self._epoch}"):
                 self._movers.seat(self._epoch, self.dag.target)
-        except TransitionAborted:
-            self._abort()
+        except TransitionAborted as error:
+            remains = self._abort()
+            if not remains.is_whole:
+                raise PlanBroken(error.operation, error.problem, remains) from error
             raise
         commit()
         self.phase = Phase.COMMITTED
-        for operation in self.dag.operations[self.dag.num_staged :]:
-            released = time.monotonic()
-            self._release(operation)
-            self._ended(operation, time.monotonic() - released)
-        self._movers.retire(self._current_epoch)
+        self._let_old_go()
+        if self.problems:
+            self._check_target()
         self.phase = Phase.DONE
         return self._report(time.monotonic() - begun)
+
+    def _let_old_go(self) -> None:
+        """Free what only the old plan names. An error leaves something over, and nothing of the new plan undone."""
+        for operation in self.dag.operations[self.dag.num_staged :]:
+            released = time.monotonic()
+            with self._noted():
+                self._release(operation)
+            self._ended(operation, time.monotonic() - released)
+        self._retire(self._current_epoch)
+
+    def _check_target(self) -> None:
+        """Raise PlanBroken where a worker has gone with a part of the new plan."""
+        ledger = Ledger(self.dag.target)
+        remains = self._remains(ledger)
+        if not remains.is_whole:
+            raise PlanBroken(f"release epoch {self._current_epoch}", str(self.problems[0]), remains)
 
     def _run_all(self, operations: tuple[Operation, ...]) -> None:
         """Start each operation when what it waits for has ended; after an error start no more and wait for the rest."""
@@ -291,17 +336,44 @@ class Execution:
         if keys:
             self._movers.release(keys)
 
-    def _abort(self) -> None:
-        """Back to the old plan: refill what in-place Destroys took, then drop everything else."""
+    def _abort(self) -> Remains:
+        """Back to the old plan: refill what in-place Destroys took, then drop everything else if it is whole again."""
         self.phase = Phase.ABORTED
+        remains = self._remains(self.ledger)
         if self.dag.mode is Mode.IN_PLACE:
             self._drop(self._strays())
-            recovery = Recovery(self.ledger, states=self._states, table=self._table)
-            for number, refill in enumerate(recovery.refills()):
-                self._refill(f"e{self._epoch}/refill{number}", refill)
+            for attempt in range(REFILL_TRIES):
+                recovery = Recovery(self.ledger, states=self._states, table=self._table, lost=self._lost)
+                for number, refill in enumerate(recovery.refills()):
+                    self._refill(f"e{self._epoch}/refill{attempt}.{number}", refill)
+                remains = self._remains(self.ledger)
+                if remains.is_whole:
+                    break
+        if remains.is_whole:
+            self._retire(self._epoch)
+        else:
+            self.unretired.add(self._epoch)
+        return remains
+
+    def _remains(self, ledger: Ledger) -> Remains:
+        devices = {*self.dag.current.devices, *self.dag.target.devices}
+        found = survey(self._movers, ledger, devices=devices, problems=self.problems)
+        self._lost = found.lost
+        return found
+
+    def _retire(self, epoch: int) -> None:
+        before = len(self.problems)
+        with self._noted():
+            self._movers.retire(epoch)
+        if len(self.problems) > before:
+            self.unretired.add(epoch)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """An error of a worker inside is kept, and the next thing is done."""
         try:
-            self._movers.retire(self._epoch)
-        except NereusError as error:  # a lost worker takes its buffers with it
+            yield
+        except NereusError as error:
             self.problems.append(error)
 
     def _strays(self) -> Keys:
@@ -315,10 +387,8 @@ class Execution:
 
     def _drop(self, keys: Keys) -> None:
         """Free buffers for good; a worker that is lost has none."""
-        try:
-            self._movers.release(keys)
-        except NereusError as error:
-            self.problems.append(error)
+        with self._noted():
+            self._movers.release({device: of for device, of in keys.items() if device not in self._lost})
 
     def _refill(self, key: str, refill: Refill) -> None:
         """One move of the way back. Where a worker is lost the ledger keeps saying which units are not whole."""

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from nereus.errors import TransitionAborted
 from nereus.moving.commands import BufferKey
-from nereus.plan import Layout, ModelStage, Plan, Stage
+from nereus.plan import Layout, ModelStage, Plan, Stage, StagePlan
 from nereus.shards.moves import Holding
 from nereus.transition.operations import Operation, Primitive
+from nereus.transition.remains import Remains
 
 Keys = dict[int, tuple[BufferKey, ...]]
 """Buffers by device."""
@@ -84,6 +85,13 @@ class Ledger:
         """Model-stages of which anything ever lived."""
         return tuple(self._live)
 
+    def trust(self, census: Mapping[int, Iterable[BufferKey]]) -> None:
+        """Strike out what no living worker says it holds whole. census: by device; one that is not in it is lost."""
+        said = {device: frozenset(keys) for device, keys in census.items()}
+        for by_device in self._live.values():
+            for device in by_device:
+                by_device[device] &= said.get(device, frozenset())
+
     def acquired(self, operation: Operation) -> None:
         """Enter what an operation built."""
         self.enter(built_by(operation).items())
@@ -135,6 +143,40 @@ class Ledger:
             for unit in stage_plan.units
             if all(BufferKey(stage, layout, rank) in live[device] for rank, device in enumerate(unit))
         )
+
+    def remains(self, *, lost: Iterable[int], problems: Iterable[str]) -> Remains:
+        """What is left of the old plan. lost, problems: as `Remains` has them."""
+        holding = [stage for stage in self.plan.model_stages if self.plan.holder(stage) == stage]
+        whole = tuple((stage, units) for stage in holding if (units := self.whole_units(stage)) is not None)
+        return Remains(self.plan, whole, frozenset(lost), tuple(problems))
+
+    def whole_units(self, stage: ModelStage) -> StagePlan | None:
+        """The units that living buffers on devices make: of the old plan's layout where that has one, intact first.
+
+        Buffers of broken units are recombined. None where no layout has every rank.
+        """
+        old = self.plan[stage].layout
+        for layout in sorted({copy.layout for copy in self.copies(stage) if not copy.in_host}, key=lambda x: x != old):
+            units = list(self.intact(stage)) if layout == old else []
+            used = {device for unit in units for device in unit}
+            free = {device: keys for device, keys in sorted(self._live[stage].items()) if device not in used}
+            while unit := _unit_of(stage, layout, free):
+                units.append(unit)
+                free = {device: keys for device, keys in free.items() if device not in unit}
+            if units:
+                return StagePlan(layout, tuple(units))
+        return None
+
+
+def _unit_of(stage: ModelStage, layout: Layout, live: Mapping[int, set[BufferKey]]) -> tuple[int, ...] | None:
+    """A device for every rank, no device twice; None where there is no choice of them."""
+    held = {
+        device: sorted(key.rank for key in keys if key == BufferKey(stage, layout, key.rank))
+        for device, keys in live.items()
+    }
+    by_rank = {rank: device for device, rank in _one_rank_each(held).items()}
+    ranks = range(layout.num_ranks)
+    return tuple(by_rank[rank] for rank in ranks) if by_rank.keys() >= set(ranks) else None
 
 
 def _one_rank_each(held: Mapping[int, list[int]]) -> dict[int, int]:

@@ -4,8 +4,10 @@
 
 A buffer is named by what it holds, so two epochs under which a device holds the same rank of the same layout
 share it. Buffers that a move fills belong to no epoch until `adopt`; whatever no epoch names goes with the
-next `free`. A copy in host memory is a buffer like any other, but its memory is shared processor memory and is not
-counted as the device's. Nothing here decides: the executor orders, compares and commits.
+next `free`. A buffer is torn from the moment a move may write to it until `settle` says that its digests are
+verified: nothing computes on a torn one, reads from it, saves it or names it anew. A copy in host memory is a buffer
+like any other, but its memory is shared processor memory and is not counted as the device's. Nothing here decides:
+the executor orders, compares and commits.
 """
 
 import time
@@ -18,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from nereus.comm.buffers import Memory, SharedMemory, memory_on
 from nereus.comm.groups import BackendName, Group
-from nereus.errors import NereusError, TransitionAborted
+from nereus.errors import NereusError, TornStateError, TransitionAborted
 from nereus.model import ModelSpec
 from nereus.moving.commands import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt
 from nereus.moving.transport import Exchange, Flats, pull
@@ -42,7 +44,7 @@ class Residents:
         self.host_memory = SharedMemory()
         self._backend: BackendName = "nccl" if torch_device.type == "cuda" else "gloo"
         self._buffers: dict[BufferKey, RankState] = {}
-        self._unfilled: set[BufferKey] = set()
+        self._torn: set[BufferKey] = set()
         self._epochs: dict[int, dict[ModelStage, BufferKey]] = {}
         self._groups: dict[str, Group] = {}
 
@@ -63,8 +65,10 @@ class Residents:
         return state
 
     def state(self, epoch: int, model_stage: ModelStage) -> RankState:
-        """What a model-stage holds under an epoch."""
-        return self._buffers[self._epochs[epoch][model_stage]]
+        """What a model-stage holds under an epoch; raises TornStateError where that is not whole."""
+        key = self._epochs[epoch][model_stage]
+        self._check_whole(key)
+        return self._buffers[key]
 
     def holds(self, epoch: int, model_stage: ModelStage) -> bool:
         return model_stage in self._epochs.get(epoch, {})
@@ -75,27 +79,41 @@ class Residents:
 
     @property
     def keys(self) -> tuple[BufferKey, ...]:
-        """Every buffer, staged ones included."""
+        """Every buffer, staged and torn ones included."""
         return tuple(self._buffers)
+
+    @property
+    def whole_keys(self) -> tuple[BufferKey, ...]:
+        """Every buffer that is not torn."""
+        return tuple(key for key in self._buffers if key not in self._torn)
 
     def prepare(self, order: DeviceOrder) -> Export | None:
         """Allocate the target buffer where the order says so; returns how peers reach the source buffer."""
-        if order.target is not None and order.allocates and not order.keeps_buffer:
-            if order.target in self._buffers:
-                raise TransitionAborted(order.key, f"device {self._device} already holds {order.target}")
-            self._buffers[order.target] = RankState.allocate(
-                order.spec,
-                order.target.layout,
-                order.target.rank,
-                dtypes=dict(order.kinds),
-                allocator=self._memory(in_host=order.target.in_host),
-            )
-            self._unfilled.add(order.target)
+        if order.source is not None:
+            self._check_whole(order.source)
+        if order.target is not None and not order.keeps_buffer:
+            self._tear(order, order.target)
         if order.source is None:
             return None
         state = self._held(order, order.source)
         memory = self._memory(in_host=order.source_in_host)
         return Export({kind: memory.handle(state.flats[kind]) for kind, _ in order.kinds}, state.counters)
+
+    def _tear(self, order: DeviceOrder, target: BufferKey) -> None:
+        """Mark the target as torn; a new one is allocated, in place of one that an earlier move left torn."""
+        if order.allocates:
+            if target in self._torn:
+                self._drop(target)
+            if target in self._buffers:
+                raise TransitionAborted(order.key, f"device {self._device} already holds {target}")
+            self._buffers[target] = RankState.allocate(
+                order.spec,
+                target.layout,
+                target.rank,
+                dtypes=dict(order.kinds),
+                allocator=self._memory(in_host=target.in_host),
+            )
+        self._torn.add(target)
 
     def move(
         self,
@@ -135,7 +153,6 @@ class Residents:
         shared = self._move_within_node(order, exports, source, target)
         if order.target is not None and not order.keeps_buffer:
             self._held(order, order.target).counters = counters
-            self._unfilled.discard(order.target)
         element_bytes = sum(dtype.itemsize for _, dtype in order.kinds)
         return Receipt(
             self._device, shared * element_bytes, through_group * element_bytes, time.monotonic() - begun, peak
@@ -147,6 +164,10 @@ class Residents:
         sent = self._digests(order, (*order.moves.outgoing, *local), order.source, "source")
         return DeviceDigests(sent, self._digests(order, (*order.moves.incoming, *local), order.target, "target"))
 
+    def settle(self, keys: Iterable[BufferKey]) -> None:
+        """These buffers are whole: what a move wrote to them has been verified."""
+        self._torn.difference_update(keys)
+
     def adopt(self, epoch: int, plan: Plan) -> None:
         """Let an epoch name the buffers its plan needs; raises TransitionAborted where one is not whole."""
         named: dict[ModelStage, BufferKey] = {}
@@ -155,7 +176,7 @@ class Residents:
             if position is None or plan.shares_weights(model_stage):
                 continue
             key = BufferKey(model_stage, stage_plan.layout, position[1])
-            if key not in self._buffers or key in self._unfilled:
+            if key not in self._buffers or key in self._torn:
                 raise TransitionAborted(f"adopt epoch {epoch}", f"device {self._device} lacks {key}")
             named[model_stage] = key
         self._epochs[epoch] = named
@@ -185,12 +206,18 @@ class Residents:
     def _drop(self, key: BufferKey) -> None:
         """Free a buffer. Its tensors go now, even where an engine still holds the RankState."""
         state = self._buffers.pop(key, None)
-        self._unfilled.discard(key)
+        self._torn.discard(key)
         if state is not None:
             state.flats.clear()
 
     def _memory(self, *, in_host: bool) -> Memory:
         return self.host_memory if in_host else self.memory
+
+    def _check_whole(self, key: BufferKey) -> None:
+        if key not in self._buffers:
+            raise TornStateError(self._device, str(key), "it is gone")
+        if key in self._torn:
+            raise TornStateError(self._device, str(key), "a move left it unfinished or unverified")
 
     def _held(self, order: DeviceOrder, key: BufferKey) -> RankState:
         if key not in self._buffers:

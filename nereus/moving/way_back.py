@@ -9,7 +9,7 @@ The old plan fitted, so once all else is dropped the lost buffers fit as well.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -45,14 +45,24 @@ class Refill:
 
 
 class Recovery:
-    """What is left to do until the old plan of a ledger is whole. table: what fits; everything, where it is None."""
+    """What is left to do until the old plan of a ledger is whole, but for what lay on lost devices.
+
+    table: what fits; everything, where it is None.
+    """
 
     def __init__(
-        self, ledger: Ledger, *, states: Mapping[ModelStage, StageKinds], table: DeviceTable | None = None
+        self,
+        ledger: Ledger,
+        *,
+        states: Mapping[ModelStage, StageKinds],
+        table: DeviceTable | None = None,
+        lost: Collection[int] = (),
     ) -> None:
         self._ledger, self._states, self._table = ledger, states, table
         self._old: dict[ModelStage, Buffers] = {}
         for device, key in own_buffers(ledger.plan):
+            if device in lost:
+                continue
             self._old.setdefault(key.model_stage, []).append((device, key))
 
     def refills(self) -> Iterator[Refill]:

@@ -10,7 +10,7 @@ instant every call goes to the old epoch, which is whole.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -28,9 +28,10 @@ from nereus.data.prompts import Prompt, PromptOrder
 from nereus.engines.generate import Completion, Request
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.train import UpdateResult
-from nereus.errors import ClusterError, TransitionAborted
+from nereus.errors import ClusterError, NereusError, TransitionAborted
 from nereus.moving.commands import MoveOrder, StageKinds
-from nereus.moving.executor import Execution, OperationEnd, run_move
+from nereus.moving.executor import Execution, OperationEnd, run_move, survey
+from nereus.moving.ledger import Ledger
 from nereus.plan import ACTOR_GENERATION, ModelStage, Plan, Role, Stage
 from nereus.runtime.movers import PoolMovers, nodes_of
 from nereus.runtime.run_tasks import run_tasks
@@ -40,6 +41,7 @@ from nereus.shards.moves import Holding
 from nereus.shards.state import state_dtypes
 from nereus.transition.judged import Transition
 from nereus.transition.operations import TransitionReport
+from nereus.transition.remains import PlanBroken
 from nereus.workflow import Task, Workflow
 
 P = ParamSpec("P")
@@ -163,6 +165,8 @@ class LiveRuntime(Runtime):
         self._stages = LiveStages(pool, setup)
         self._loop = Loop(setup.workflow, setup.algorithm, self._stages, setup.score, seed=setup.seed)
         self._initial, self._epochs = plan, 0
+        self._unretired: set[int] = set()
+        self._saved_step: int | None = None
         self._movers = PoolMovers(pool, setup.roles, timeout=setup.timeout)
 
     def start(self) -> None:
@@ -191,10 +195,20 @@ class LiveRuntime(Runtime):
             parts += self._on(plan[model_stage].units[0], Worker.save, epoch, model_stage, folder).values()
         manifest = Manifest.joined(step, parts)
         self._checkpoints.commit(manifest, {m: self._setup.roles[m.role].spec for m in trained})
+        self._saved_step = step
+        self._give_all_back()
+
+    def _give_all_back(self) -> None:
         self._pool.stop(self._pool.devices)
         self._stages.plan = Plan(())
+        self._unretired.clear()
+
+    @property
+    def saved_step(self) -> int | None:
+        return self._saved_step
 
     def resume(self, plan: Plan) -> None:
+        self._give_all_back()
         folder, manifest, _ = self._checkpoints.latest()
         self._epochs += 1
         self._raise(plan, self._epochs, (folder, manifest))
@@ -259,6 +273,7 @@ class LiveRuntime(Runtime):
             raise TransitionAborted("plan", "the transition was judged from another plan than the one in force")
         self._setup.workflow.check_plan(target)
         started = [device for device in target.devices if device not in self._pool.devices]
+        self._sweep()
         self._epochs += 1
         epoch = self._epochs
         execution = Execution(
@@ -274,11 +289,44 @@ class LiveRuntime(Runtime):
         try:
             self._pool.start(started)
             report = execution.run(lambda: self._commit(target, epoch))
+        except PlanBroken:
+            raise  # any worker may hold what is left
         except (TransitionAborted, ClusterError):
-            self._pool.stop([device for device in started if device in self._pool.devices])
+            self._end_workers(started)
             raise
+        finally:
+            self._unretired |= execution.unretired
         self._pool.stop([device for device in current.devices if device not in target.devices])
         return dataclasses.replace(report, seconds=time.perf_counter() - begun)
+
+    def fall_back(self, plan: Plan, *, lost: Collection[int]) -> None:
+        self._end_workers(lost)
+        self._epochs += 1
+        epoch = self._epochs
+        try:
+            self._movers.seat(epoch, plan)
+        except NereusError as error:
+            self._unretired.add(epoch)
+            remains = survey(self._movers, Ledger(plan), devices=plan.devices, problems=[error])
+            if remains.is_whole:
+                raise
+            raise PlanBroken(f"fall back to epoch {epoch}", str(error), remains) from error
+        self._unretired.add(self._stages.epoch)
+        self._commit(plan, epoch)
+        self._end_workers(set(self._pool.devices).difference(plan.devices))
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Free what earlier epochs left over where a worker failed to; raises TransitionAborted if one does again."""
+        for epoch in sorted(self._unretired):
+            try:
+                self._movers.retire(epoch)
+            except NereusError as error:
+                raise TransitionAborted(f"clean up epoch {epoch}", str(error)) from error
+            self._unretired.discard(epoch)
+
+    def _end_workers(self, devices: Iterable[int]) -> None:
+        self._pool.stop([device for device in devices if device in self._pool.devices])
 
     def _commit(self, target: Plan, epoch: int) -> None:
         """The commit point: calls made from here on go to the new epoch."""

@@ -7,9 +7,12 @@ from typing import Any
 from nereus.moving.commands import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt
 from nereus.moving.executor import Movers
 from nereus.plan import Plan, Role
-from nereus.runtime.seam import Pool, gather
+from nereus.runtime.seam import Pool, answers, gather
 from nereus.runtime.worker import RoleSetup, Worker
 from nereus.shards.state import Counters
+
+CENSUS_TIMEOUT = timedelta(seconds=60)
+"""A worker that does not say within this time what it holds is lost."""
 
 
 class PoolMovers(Movers):
@@ -32,6 +35,13 @@ class PoolMovers(Movers):
 
     def digests(self, orders: Mapping[int, DeviceOrder]) -> Mapping[int, DeviceDigests]:
         return self._each(orders, lambda device: (Worker.digests, orders[device]))
+
+    def settle(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
+        self._each(keys, lambda device: (Worker.settle, keys[device]))
+
+    def census(self) -> Mapping[int, tuple[BufferKey, ...]]:
+        calls = {device: self._pool.call(device, Worker.whole_keys) for device in self._pool.devices}
+        return answers(calls, timeout=min(self._timeout, CENSUS_TIMEOUT))
 
     def release(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
         self._each(keys, lambda device: (Worker.release, keys[device]))

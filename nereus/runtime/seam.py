@@ -9,7 +9,7 @@ Neither names the other's implementation. Values that cross them are frozen.
 import abc
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -58,7 +58,8 @@ class Runtime(abc.ABC):
 
     `run_step` returns with every update of the step committed; `transition` carries out the very value that was judged
     and returns with the whole job on its target plan, or raises TransitionAborted with the job whole on the old one.
-    Neither is called while the other runs.
+    Where a worker has gone with a part of the plan in force or the way back failed it raises PlanBroken; then nothing
+    but `fall_back` or `resume` may follow. None is called while another runs.
     """
 
     @property
@@ -84,12 +85,24 @@ class Runtime(abc.ABC):
         """Move the live state from the plan in force to the target of a transition that starts from it."""
 
     @abc.abstractmethod
+    def fall_back(self, plan: Plan, *, lost: Collection[int]) -> None:
+        """Go on with what is left: every buffer of `plan` lives, so no state moves. lost: devices to be given up.
+
+        Raises PlanBroken where yet more is lost meanwhile.
+        """
+
+    @property
+    @abc.abstractmethod
+    def saved_step(self) -> int | None:
+        """The step after which this run last saved its state; None where it never has."""
+
+    @abc.abstractmethod
     def suspend(self, step: int) -> None:
         """Save the trained state as it is after `step` and give every device back."""
 
     @abc.abstractmethod
     def resume(self, plan: Plan) -> None:
-        """Go on from the last `suspend`, on `plan`."""
+        """Go on from the last `suspend`, on `plan`; whatever workers hold now is given up."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -177,6 +190,12 @@ def gather(
     if errors:
         raise _root_cause(errors)
     return {device: future.result() for device, future in calls.items()}
+
+
+def answers(calls: Mapping[int, Future[T]], *, timeout: timedelta) -> dict[int, T]:
+    """Results by device of those calls that succeed within `timeout`; the others are left out."""
+    done, _ = wait(calls.values(), timeout=timeout.total_seconds(), return_when=ALL_COMPLETED)
+    return {device: call.result() for device, call in calls.items() if call in done and call.exception() is None}
 
 
 def _root_cause(errors: Sequence[BaseException]) -> BaseException:

@@ -257,6 +257,14 @@ class Worker:
                 seat.drop_engines()
         self.residents.release(keys)
 
+    def settle(self, keys: tuple[BufferKey, ...]) -> None:
+        """Last call of a move: what was received has been verified."""
+        self.residents.settle(keys)
+
+    def whole_keys(self) -> tuple[BufferKey, ...]:
+        """Every buffer that can be relied on."""
+        return self.residents.whole_keys
+
     def adopt(self, epoch: int, plan: Plan) -> None:
         """Name the staged buffers of an epoch."""
         self.residents.adopt(epoch, plan)

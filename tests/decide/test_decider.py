@@ -343,6 +343,16 @@ def test_assumed_lengths_alone_fire_no_memory_trigger():
     assert deciding.boundary(1, FOUR).triggers == ()
 
 
+def test_a_job_that_fell_back_to_fewer_units_looks_for_a_better_plan_at_the_next_boundary():
+    deciding = decider(TableOutlook(transition_s=0.01))
+    run(deciding, 6)
+    deciding.fell_back(plan_on(0, 1))
+    ruling = deciding.boundary(7, FOUR)
+    assert [t.signal for t in ruling.triggers] == [Signal.START]
+    assert (ruling.action, ruling.target) == (Action.MOVE, plan_on(0, 1, 2, 3))
+    assert ruling.transition.current == plan_on(0, 1)
+
+
 def test_measured_transitions_correct_later_ones():
     deciding = decider(TableOutlook(transition_s=1.0))
     run(deciding, 4)

@@ -30,6 +30,7 @@ from nereus.plan import (
 from nereus.shards.moves import Holding
 from nereus.shards.state import StateKind
 from nereus.transition.operations import Mode, Operation, Primitive, TransitionDag, TransitionReport
+from nereus.transition.remains import PlanBroken
 
 FP32 = tuple((kind, torch.float32) for kind in (StateKind.PARAM, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ))
 BF16 = ((StateKind.PARAM, torch.bfloat16), *((kind, torch.float32) for kind in list(StateKind)[1:]))
@@ -201,10 +202,39 @@ def test_after_the_commit_point_no_error_brings_the_old_plan_back(movers: Thread
     movers.faults[0, "release"] = raising
     execution = Execution(reshard_dag(OLD, NEW), movers, states=STATES, epoch=1)
     commits: list[int] = []
-    with pytest.raises(Exception, match="injected"):
-        execution.run(lambda: commits.append(1))
-    assert commits == [1] and execution.phase is Phase.COMMITTED
+    assert execution.run(lambda: commits.append(1)).verified
+    assert commits == [1] and execution.phase is Phase.DONE
+    assert ["injected" in str(error) for error in execution.problems] == [True]
     check_whole(movers, 1, NEW)
+    check_nothing_else(movers, NEW)
+
+
+def test_a_worker_that_dies_after_the_commit_point_is_a_loss_under_the_new_plan(movers: ThreadMovers) -> None:
+    """protocol.md: an error while the old buffers go is the loss of a worker under the new plan."""
+    current, target = plan_of(actor_training="d1t2p1@0-1"), plan_of(actor_training="d2t2p1@2-5")
+    movers.fill(0, current, STATES)
+    movers.faults[0, "release"] = lambda worker: movers.dead.add(3) or raising(worker)
+    execution = Execution(reshard_dag(current, target), movers, states=STATES, epoch=1)
+    commits: list[int] = []
+    with pytest.raises(PlanBroken) as broken:
+        execution.run(lambda: commits.append(1))
+    remains = broken.value.remains
+    assert commits == [1] and remains.before == target and remains.lost == {3}
+    assert remains.broken == {ACTOR_TRAINING: ((2, 3),)} and remains.plan == plan_of(actor_training="d1t2p1@4-5")
+
+
+def test_a_clean_up_that_fails_once_does_not_close_the_target(movers: ThreadMovers) -> None:
+    movers.fill(0, OLD, STATES)
+    movers.faults[4, "digests"] = movers.faults[4, "retire"] = raising
+    execution = Execution(reshard_dag(OLD, NEW), movers, states=STATES, epoch=1)
+    with pytest.raises(TransitionAborted, match="injected"):
+        execution.run(lambda: None)
+    assert execution.unretired == {1}
+    check_whole(movers, 0, OLD)
+    execution = Execution(reshard_dag(OLD, NEW), movers, states=STATES, epoch=2, current_epoch=0)
+    execution.run(lambda: None)
+    check_whole(movers, 2, NEW)
+    check_nothing_else(movers, NEW)
 
 
 def extend_then_destroy() -> tuple[Plan, Plan, tuple[Operation, ...]]:

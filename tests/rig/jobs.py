@@ -113,16 +113,21 @@ def judged(
     *,
     engine_bytes: Mapping[int, int] | None = None,
     host_bytes_per_node: int | None = None,
+    device_bytes: int | None = None,
 ) -> Transition:
     """The transition of a job to another plan, as its outlook would judge it; fails where there is none.
 
-    engine_bytes: by device, what engines hold beside the state.
+    engine_bytes: by device, what engines hold beside the state. device_bytes: what each device is taken to have.
     """
+    cluster = runtime.cluster
+    if device_bytes is not None:
+        devices = tuple(dataclasses.replace(device, memory_bytes=device_bytes) for device in cluster.devices)
+        cluster = dataclasses.replace(cluster, devices=devices)
     states = {
         m: StageState(setup.roles[m.role].spec, sum(dtype.itemsize for dtype in state_kinds(setup, m).values()))
         for m in setup.workflow.model_stages
     }
-    table = DeviceTable.of(runtime.cluster, reserved_bytes=engine_bytes, host_bytes_per_node=host_bytes_per_node)
+    table = DeviceTable.of(cluster, reserved_bytes=engine_bytes, host_bytes_per_node=host_bytes_per_node)
     found = plan_transition(runtime.plan, target, states=states, table=table, rates=Rates.of(runtime.cluster))
     assert isinstance(found, Transition), found
     return found

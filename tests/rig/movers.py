@@ -1,5 +1,6 @@
 """Workers of a transition as threads of this process: the real `Residents`, groups and buffers, without engines."""
 
+import contextlib
 import dataclasses
 import random
 import time
@@ -39,12 +40,14 @@ class ThreadWorker:
 
 class ThreadMovers(Movers):
     """`num_devices` workers. `faults[device, method]` runs on the worker's thread before (or, named `after move`,
-    after) the method; `delay_s` delays every call of every worker by up to so much."""
+    after) the method; `delay_s` delays every call of every worker by up to so much. Workers in `dead` do nothing any
+    more; every call of one is an error."""
 
     def __init__(self, num_devices: int, *, timeout_s: float = 30.0, delay_s: float = 0.0, seed: int = 0) -> None:
         self.server = serve_store()
         self.timeout = timedelta(seconds=timeout_s)
         self.faults: dict[Point, Callable[[ThreadWorker], None]] = {}
+        self.dead: set[int] = set()
         self.workers = {d: self._worker(d) for d in range(num_devices)}
         self._delay_s, self._random = delay_s, random.Random(seed)
 
@@ -72,6 +75,16 @@ class ThreadMovers(Movers):
     def digests(self, orders: Mapping[int, DeviceOrder]) -> dict[int, DeviceDigests]:
         return self._each("digests", orders, lambda w, order: w.residents.digests(order))
 
+    def settle(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
+        self._each("settle", keys, lambda w, of_device: w.residents.settle(of_device))
+
+    def census(self) -> dict[int, tuple[BufferKey, ...]]:
+        found: dict[int, tuple[BufferKey, ...]] = {}
+        for device in self.workers:
+            with contextlib.suppress(NereusError):
+                found |= self._each("census", {device: None}, lambda w, _: w.residents.whole_keys)
+        return found
+
     def release(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
         self._each("release", keys, lambda w, of_device: w.residents.release(of_device))
 
@@ -97,6 +110,8 @@ class ThreadMovers(Movers):
         def run(worker: ThreadWorker, argument: T, delay_s: float) -> Any:
             time.sleep(delay_s)
             try:
+                if worker.device in self.dead:
+                    raise WorkerError(worker.device, method, "died")
                 self._inject(worker, method)
                 result = call(worker, argument)
                 self._inject(worker, f"after {method}")

@@ -1,6 +1,9 @@
 """Workers of a transition as processes: each has its own residents, memory and store client. Calls travel by pipe."""
 
+import contextlib
 import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -27,6 +30,7 @@ class ProcessWorker:
         self.device, self.residents = device, Residents(device, torch.device("cpu"))
         self._store = connect_store(host, port, timeout=TIMEOUT)
         self._groups: dict[int, Group] = {}
+        self.dies_when_seated = False
 
     def prepare(self, order: DeviceOrder) -> Export | None:
         return self.residents.prepare(order)
@@ -37,10 +41,18 @@ class ProcessWorker:
     def digests(self, order: DeviceOrder) -> DeviceDigests:
         return self.residents.digests(order)
 
+    def settle(self, keys: tuple[BufferKey, ...]) -> None:
+        self.residents.settle(keys)
+
+    def census(self) -> tuple[BufferKey, ...]:
+        return self.residents.whole_keys
+
     def release(self, keys: tuple[BufferKey, ...]) -> None:
         self.residents.release(keys)
 
     def seat(self, epoch: int, plan: Plan) -> None:
+        if self.dies_when_seated:
+            os.kill(os.getpid(), signal.SIGKILL)
         self.residents.adopt(epoch, plan)
         group = GroupSpec(f"e{epoch}", plan.devices)
         self._groups[epoch] = group.join(self._store, self.device, timeout=TIMEOUT)
@@ -81,14 +93,16 @@ class ProcessMovers(Movers):
             self._pipes[device], theirs = context.Pipe()
             process = context.Process(target=_serve, args=(device, self._server.host, self._server.port, theirs))
             process.start()
+            theirs.close()
             self._processes.append(process)
 
     def close(self) -> None:
         for pipe in self._pipes.values():
-            pipe.send(None)
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(None)
         for process in self._processes:
             process.join(60)
-            assert process.exitcode == 0
+            assert process.exitcode in (0, -signal.SIGKILL)
 
     def prepare(self, orders: Mapping[int, DeviceOrder]) -> Mapping[int, Export | None]:
         return self._each("prepare", {device: (order,) for device, order in orders.items()})
@@ -100,6 +114,16 @@ class ProcessMovers(Movers):
 
     def digests(self, orders: Mapping[int, DeviceOrder]) -> Mapping[int, DeviceDigests]:
         return self._each("digests", {device: (order,) for device, order in orders.items()})
+
+    def settle(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
+        self._each("settle", {device: (of_device,) for device, of_device in keys.items()})
+
+    def census(self) -> Mapping[int, tuple[BufferKey, ...]]:
+        found: dict[int, tuple[BufferKey, ...]] = {}
+        for device in self._pipes:
+            with contextlib.suppress(NereusError):
+                found |= self._each("census", {device: ()})
+        return found
 
     def release(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
         self._each("release", {device: (of_device,) for device, of_device in keys.items()})
@@ -114,15 +138,27 @@ class ProcessMovers(Movers):
         """What a function returns for the worker of every process."""
         return self._each("apply", dict.fromkeys(self._pipes, (function, *args)))
 
+    def apply_on(self, device: int, function: Callable[..., Any], *args: Any) -> Any:
+        """The same for one worker."""
+        return self._each("apply", {device: (function, *args)})[device]
+
     def _each(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        for device, args in arguments.items():
-            self._pipes[device].send((method, args))
         results: dict[int, Any] = {}
         errors: list[NereusError] = []
-        for device in arguments:
+        asked: list[int] = []
+        for device, args in arguments.items():
+            try:
+                self._pipes[device].send((method, args))
+                asked.append(device)
+            except BrokenPipeError:
+                errors.append(WorkerError(device, method, "died"))
+        for device in asked:
             if not self._pipes[device].poll(2 * TIMEOUT.total_seconds()):
                 raise WorkerError(device, method, "no answer")
-            done, value = self._pipes[device].recv()
+            try:
+                done, value = self._pipes[device].recv()
+            except (EOFError, ConnectionError):
+                done, value = False, WorkerError(device, method, "died")
             if done:
                 results[device] = value
             else:

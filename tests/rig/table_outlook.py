@@ -1,7 +1,7 @@
 """An outlook over a written table of plans: every prediction is a number a test can check by hand."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from nereus.cluster import ACCELERATORS, Cluster, uniform_cluster
 from nereus.decide.seam import Outlook, Prediction
@@ -81,3 +81,14 @@ class TableOutlook(Outlook):
 
     def freeze(self):
         self.frozen = self.learned
+
+
+@dataclasses.dataclass
+class JudgedOutlook(TableOutlook):
+    """Judges transitions of a real job; all else is the table's."""
+
+    judge: Callable[[Plan], Transition] | None = None
+
+    def assess(self, current, target):
+        assert self.judge is not None
+        return self.judge(target)
