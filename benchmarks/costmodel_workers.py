@@ -206,7 +206,8 @@ class EngineRank:
         return lambda: score(model, pipeline, share, OutputKind.LOGPROBS, micro_batch=case.micro_batch)
 
     def _generate(self, case: Case) -> Callable[[], Any]:
-        from nereus.engines.generate import Generator, Request
+        from nereus.engines.generate import Generator
+        from nereus.engines.rollout import Request
         from nereus.engines.sampling import SamplingParams
         from nereus.engines.transformer import StageModel
 

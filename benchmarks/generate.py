@@ -28,7 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from nereus.comm.groups import Group, build_group, connect_store, serve_store
-from nereus.engines.generate import Generator, Request
+from nereus.engines.generate import Generator
+from nereus.engines.rollout import Request
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.transformer import StageModel
 from nereus.hf_config import read_config

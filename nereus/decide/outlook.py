@@ -130,6 +130,7 @@ class JobShape:
             mini_batches=self.mini_batches,
             epochs=self.epochs,
             max_prompt_tokens=self.max_prompt_tokens,
+            max_tokens=self.max_prompt_tokens + self.max_response_tokens,
         )
 
     def states(self) -> dict[ModelStage, StageState]:

@@ -65,7 +65,10 @@ def _moments(values: tuple[float, ...]) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
-    """One step: `batch` prompts, each sampled `n` times; `mini_batches` updates in each of `epochs` epochs."""
+    """One step: `batch` prompts, each sampled `n` times; `mini_batches` updates in each of `epochs` epochs.
+
+    max_tokens: prompt and response that a sequence may reach, however short those counted are; None: no more.
+    """
 
     batch: int
     prompt_tokens: float
@@ -74,6 +77,7 @@ class Workload:
     mini_batches: int = 1
     epochs: int = 1
     max_prompt_tokens: int | None = None
+    max_tokens: int | None = None
 
     @property
     def num_samples(self) -> int:
@@ -94,6 +98,16 @@ class Workload:
     @property
     def longest_tokens(self) -> float:
         return (self.max_prompt_tokens or self.prompt_tokens) + self.response.longest
+
+    @property
+    def cap_tokens(self) -> float:
+        """Prompt plus response of the longest sequence that may come."""
+        return max(self.max_tokens or 0, self.longest_tokens)
+
+    @property
+    def again_tokens(self) -> float:
+        """Tokens of a sequence that may have to be prefilled again: the longest, where it outgrows those counted."""
+        return self.cap_tokens if self.cap_tokens > self.longest_tokens else 0
 
 
 NUM_QUANTILES = 20

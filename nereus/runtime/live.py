@@ -25,7 +25,7 @@ from nereus.algorithms.types import OutputKind, Sample
 from nereus.checkpoint.store import CheckpointStore, Manifest, SavedState
 from nereus.cluster import Cluster
 from nereus.data.prompts import Prompt, PromptOrder
-from nereus.engines.generate import Completion, Request
+from nereus.engines.rollout import Completion, Request
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.train import UpdateResult
 from nereus.errors import ClusterError, NereusError, TransitionAborted

@@ -21,10 +21,11 @@ from nereus.checkpoint.hf import load_unit
 from nereus.checkpoint.store import Manifest, SavedState, restore_rank, save_rank
 from nereus.comm.groups import BackendName, connect_store
 from nereus.engines.gauge import MemoryGauge
-from nereus.engines.generate import Completion, Generator, Request
+from nereus.engines.generate import Generator
 from nereus.engines.infer import score
 from nereus.engines.meter import Meter, Totals
 from nereus.engines.pipeline import Pipeline
+from nereus.engines.rollout import Completion, Request
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.train import AdamW, RankGroups, Trainer, UpdateResult
 from nereus.engines.transformer import StageModel
@@ -32,7 +33,7 @@ from nereus.errors import UpdateAborted
 from nereus.model import ModelSpec
 from nereus.moving.commands import BufferKey, DeviceDigests, DeviceOrder, Export, Receipt
 from nereus.moving.resident import Residents
-from nereus.plan import ModelStage, Plan, Recompute, Role, Stage
+from nereus.plan import ModelStage, Plan, Recompute, Role, Stage, StagePlan
 from nereus.runtime.ranks import join_groups, rank_group_specs
 from nereus.runtime.seam import WorkerSettings
 from nereus.shards.state import Counters, RankState, state_dtypes
@@ -71,6 +72,7 @@ class Seat:
     state: RankState
     groups: RankGroups
     setup: RoleSetup
+    stage_plan: StagePlan
     meter: Meter | None
     trainer: Trainer | None = None
     model: StageModel | None = None
@@ -147,7 +149,7 @@ class Worker:
             )
             holder = plan.holder(model_stage)
             state = self.residents.state(epoch, holder)
-            self._seats[epoch, model_stage] = Seat(holder, state, groups, setup, self._model_meter)
+            self._seats[epoch, model_stage] = Seat(holder, state, groups, setup, stage_plan, self._model_meter)
 
     def load(self, epoch: int) -> None:
         """Fill the parameters of an epoch from each role's folder, reading only this rank's boxes."""
@@ -176,8 +178,9 @@ class Worker:
                 seat.inference_model(),
                 tp=seat.groups.tp,
                 pp=seat.groups.pp,
-                max_slots=seat.setup.max_slots,
+                max_slots=seat.stage_plan.max_num_seqs or seat.setup.max_slots,
                 max_length=seat.setup.max_tokens,
+                cache_bytes=seat.stage_plan.cache_bytes,
             )
         completions = seat.generator.generate(requests, params)
         self._gauge.sample()

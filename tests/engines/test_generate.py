@@ -8,16 +8,20 @@ from datetime import timedelta
 import pytest
 import torch
 from engine_builders import load_state
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import StoreFactory, run_threads
 from test_sampling import python_choice
 
 from nereus.comm.groups import Group, build_group
-from nereus.engines.generate import Completion, Generator, Request
+from nereus.engines.generate import CacheUse, Generator
+from nereus.engines.rollout import Completion, Request
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.transformer import PackedAttention, Packing, Rope, StageModel
 from nereus.errors import InputError
 from nereus.model import Llama3RopeScaling, ModelSpec
 from nereus.plan import Layout
+from nereus.shards.kv_blocks import BLOCK_TOKENS, block_bytes, blocks_of
 
 CPU = torch.device("cpu")
 LLAMA = ModelSpec("llama", 4, 32, 4, 2, 8, 48, 37, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 16))
@@ -206,3 +210,108 @@ def test_a_request_that_does_not_fit_is_refused_by_its_place(tokens: list[int]) 
 
 def test_no_requests_give_no_completions() -> None:
     assert generator_of(LLAMA).generate([], PARAMS) == []
+
+
+def tight(spec: ModelSpec, layout: Layout, num_blocks: int) -> int:
+    """Bytes of so many cache blocks in float64."""
+    return num_blocks * block_bytes(spec, layout, 8)
+
+
+def long_requests(vocab: int) -> list[Request]:
+    """Fourteen prompts of 20 to 33 tokens."""
+    return [Request(i, 0, [(7 * i + 5 * j + 1) % vocab for j in range(20 + i)]) for i in range(14)]
+
+
+LONG = dataclasses.replace(PARAMS, max_new_tokens=60, stop_ids=())
+
+
+@functools.cache
+def unbounded(spec: ModelSpec, params: SamplingParams) -> tuple[Completion, ...]:
+    single = Group.single()
+    model = build_model(spec, Layout(1, 1), 0, single, torch.float64)
+    generator = Generator(model, tp=single, pp=single, max_slots=14, max_length=100)
+    completions = generator.generate(long_requests(spec.vocab), params)
+    assert generator.use.num_preempted == generator.use.num_held_back == 0
+    return tuple(completions)
+
+
+@pytest.mark.parametrize(
+    ("spec", "layout", "num_blocks"),
+    [
+        (LLAMA, Layout(1, 1), 4),
+        (LLAMA, Layout(1, 1), 9),
+        (LLAMA, Layout(2, 1), 9),
+        (LLAMA, Layout(1, 2), 4),
+        (LLAMA, Layout(1, 2), 13),
+        (LLAMA, Layout(2, 2), 9),
+        (MISTRAL, Layout(1, 1), 9),
+        (MISTRAL, Layout(1, 2), 9),
+    ],
+    ids=lambda value: value.family if isinstance(value, ModelSpec) else str(value),
+)
+def test_sequences_that_wait_or_are_preempted_get_the_tokens_of_an_unbounded_cache(
+    spec: ModelSpec, layout: Layout, num_blocks: int
+) -> None:
+    bound = tight(spec, layout, num_blocks)
+    uses: list[CacheUse] = []
+
+    def run(tp: Group, pp: Group, rank: int) -> list[Completion]:
+        model = build_model(spec, layout, rank, tp, torch.float64)
+        generator = Generator(model, tp=tp, pp=pp, max_slots=8, max_length=100, cache_bytes=bound)
+        completions = generator.generate(long_requests(spec.vocab), LONG)
+        assert generator.cache_bytes == 0, "the blocks are given back"
+        uses.append(generator.use)
+        return completions
+
+    for completions in on_ranks(layout, run):
+        assert completions == list(unbounded(spec, LONG))
+    assert len({(use.num_preempted, use.num_held_back) for use in uses}) == 1, "ranks decide alike"
+    assert all(0 < use.peak_bytes <= bound for use in uses)
+    assert uses[0].num_held_back > 0
+    assert uses[0].num_preempted > 0
+
+
+def test_bytes_follow_the_lengths_that_come_not_those_that_may() -> None:
+    single = Group.single()
+    model = build_model(LLAMA, Layout(1, 1), 0, single, torch.float64)
+    generator = Generator(model, tp=single, pp=single, max_slots=8, max_length=4000)
+    params = dataclasses.replace(PARAMS, max_new_tokens=3000, stop_ids=tuple(range(0, LLAMA.vocab, 2)))
+    completions = generator.generate(requests_of(20, LLAMA.vocab), params)
+    longest = max(len(completion.tokens) + 9 for completion in completions)
+    assert longest < 2 * BLOCK_TOKENS
+    assert 0 < generator.use.peak_bytes <= tight(LLAMA, Layout(1, 1), 8 * 2) < tight(LLAMA, Layout(1, 1), 8 * 125) / 50
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2)], ids=str)
+def test_a_bound_that_holds_no_whole_sequence_is_refused_when_the_generator_is_built(layout: Layout) -> None:
+    needed = tight(LLAMA, layout, 5)
+
+    def run(tp: Group, pp: Group, rank: int) -> list[Completion]:
+        model = build_model(LLAMA, layout, rank, tp, torch.float64)
+        with pytest.raises(InputError, match=f"cache_bytes is {needed - 1:,}; .*150 tokens needs {needed:,}"):
+            Generator(model, tp=tp, pp=pp, max_slots=8, max_length=150, cache_bytes=needed - 1)
+        Generator(model, tp=tp, pp=pp, max_slots=8, max_length=150, cache_bytes=needed)
+        return []
+
+    on_ranks(layout, run)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    new=st.integers(1, 90),
+    max_slots=st.integers(1, 6),
+    spare=st.integers(0, 12),
+)
+def test_whatever_the_lengths_and_the_bound_the_same_tokens_come_and_the_bound_holds(
+    lengths: list[int], new: int, max_slots: int, spare: int
+) -> None:
+    single, whole = Group.single(), 160
+    model = build_model(MISTRAL, Layout(1, 1), 0, single, torch.float64)
+    requests = [Request(i, 0, [(3 * i + j) % MISTRAL.vocab for j in range(n)]) for i, n in enumerate(lengths)]
+    params = dataclasses.replace(PARAMS, max_new_tokens=new, stop_ids=(3, 5, 7))
+    bound = tight(MISTRAL, Layout(1, 1), blocks_of(whole) + spare)
+    free = Generator(model, tp=single, pp=single, max_slots=12, max_length=whole)
+    bounded = Generator(model, tp=single, pp=single, max_slots=max_slots, max_length=whole, cache_bytes=bound)
+    assert bounded.generate(requests, params) == free.generate(requests, params)
+    assert bounded.use.peak_bytes <= bound

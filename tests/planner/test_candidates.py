@@ -1,5 +1,6 @@
 """The columns that price all candidates against plain formulas for one, and dominance among settings."""
 
+import dataclasses
 import math
 import random
 
@@ -90,6 +91,12 @@ def test_tables_equal_the_models_on_a_large_cluster():
 def test_tables_equal_the_models_with_heads_that_are_no_power_of_two():
     problem = problem_for("qwen2.5-7b", "3x7xa100", algorithm="ppo", batch=50, prompt=100, response=LENGTHS, n=2)
     check_rows(problem, 40)
+
+
+def test_tables_equal_the_models_where_sequences_may_outgrow_those_counted():
+    problem = problem_for("qwen2.5-7b", "2x8xa100", algorithm="grpo", batch=16, prompt=100, response=LENGTHS, n=4)
+    workload = dataclasses.replace(problem.workload, max_tokens=9000)
+    check_rows(dataclasses.replace(problem, workload=workload), 40)
 
 
 def test_tables_equal_the_models_on_processor_workers_that_share_cores():

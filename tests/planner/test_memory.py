@@ -23,12 +23,12 @@ from nereus.planner.prices.footprints import stage_memory
 from nereus.planner.prices.memory import (
     BF16,
     FP32,
-    cache_heads,
     layer_bytes_per_token,
     state_numel,
 )
 from nereus.planner.workload import Lengths, Workload
 from nereus.shards.boxes import flat_numel
+from nereus.shards.kv_blocks import BLOCK_TOKENS, block_bytes, blocks_of, cache_heads
 from nereus.shards.state import RankState, StateKind, zeros_on
 
 TINY = ModelSpec(
@@ -140,7 +140,7 @@ def test_stored_heads_are_those_of_the_engine_s_cache(tp, kv_heads):
         state = RankState.allocate(
             spec, Layout(tp), rank, dtypes={StateKind.PARAM: torch.float32}, allocator=zeros_on(torch.device("cpu"))
         )
-        stored.append(KvCache(StageModel(state, tp=Group.single()), num_slots=1, num_columns=1).num_heads)
+        stored.append(KvCache(StageModel(state, tp=Group.single())).num_heads)
     assert cache_heads(spec, tp) == max(stored)
 
 
@@ -167,8 +167,28 @@ def test_the_cache_holds_the_longest_sequences_not_the_mean():
     uneven = Workload(batch=8, prompt_tokens=100, response=Lengths((100, 100, 100, 100, 100, 100, 100, 7300)))
     assert uneven.response.mean == even.response.mean
     caches = [memory(ACTOR_GENERATION, workload=w, micro_batch=4).active["kv_cache"] for w in (even, uneven)]
-    per_token = BIG.num_layers * BIG.num_kv_heads * (2 * BIG.head_dim + 1) * 2
-    assert caches == [4 * 1100 * per_token, 4 * 7400 * per_token]
+    once_more = BIG.head_dim  # of one layer, while the cache grows
+    per_token = BIG.num_kv_heads * (BIG.num_layers * 2 * BIG.head_dim + once_more + 1) * 2
+    assert [blocks_of(1100), blocks_of(7400)] == [35, 232]
+    assert caches == [4 * 35 * BLOCK_TOKENS * per_token, 4 * 232 * BLOCK_TOKENS * per_token]
+
+
+def test_the_cache_has_room_for_one_sequence_at_the_cap_whatever_lengths_are_counted():
+    short = Workload(batch=8, prompt_tokens=100, response=Lengths.constant(156), max_tokens=8192)
+    one, many = (memory(ACTOR_GENERATION, workload=short, micro_batch=n).active["kv_cache"] for n in (1, 64))
+    assert one == many == blocks_of(8192) * block_bytes(BIG, ONE, 2)
+    long = dataclasses.replace(short, batch=64, response=Lengths.constant(4000))
+    counted = memory(ACTOR_GENERATION, workload=long, micro_batch=64).active["kv_cache"]
+    assert counted == 64 * blocks_of(4100) * block_bytes(BIG, ONE, 2)
+
+
+def test_every_rank_of_a_pipeline_counts_the_same_cache():
+    settings = {"dp": 1, "workload": PLAIN, "micro_batch": 4, "recompute": Recompute.NONE, "precision": BF16}
+    caches = {
+        stage_memory(ACTOR_GENERATION, BIG, Layout(pp=3), pp_rank=rank, **settings).active["kv_cache"]
+        for rank in range(3)
+    }
+    assert len(caches) == 1, "the plan gives all ranks one number"
 
 
 def test_replicated_kv_heads_stop_the_cache_from_shrinking():

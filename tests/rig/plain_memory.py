@@ -1,12 +1,13 @@
 """Memory of one rank, part by part, written out for one setting: what the planner's columns of bytes are held to."""
 
+import math
+
 from nereus.engine_facts import MAX_PACKED_BYTES, MAX_SENDS, SAMPLING_COPIES, SYNC_BUCKET_BYTES
 from nereus.model import Head
 from nereus.plan import Stage
 from nereus.planner.prices.footprints import StageMemory
 from nereus.planner.prices.memory import (
     backward_bytes_per_token,
-    cache_heads,
     forward_bytes_per_token,
     layer_bytes_per_token,
     logits_bytes,
@@ -15,6 +16,7 @@ from nereus.planner.prices.memory import (
     vocabulary_matrix_bytes,
 )
 from nereus.shards.boxes import layer_range
+from nereus.shards.kv_blocks import BLOCK_TOKENS, cache_heads
 
 
 def stage_memory(
@@ -162,17 +164,23 @@ def _generation(
 ):
     """The cache, whose slots all hold the longest sequence, and prefill transients or one step's logits.
 
-    The engine stores a mask entry beside each key. The slots of a pipeline's stages take turns, a lane a stage.
+    All ranks count the blocks of the one with most layers: a key and a value a layer, a mask entry, and a key or value
+    more while the cache grows. At least one sequence fits that is as long as may be, and may be prefilled again at that
+    length. The slots of a pipeline's stages take turns, a lane a stage.
     """
     value_bytes = precision.param_bytes
-    layers = len(layer_range(spec.num_layers, layout.pp, pp_rank))
-    per_token = layers * cache_heads(spec, layout.tp) * (2 * spec.head_dim + 1) * value_bytes
+    layers = max(len(layer_range(spec.num_layers, layout.pp, rank)) for rank in range(layout.pp))
+    per_token = cache_heads(spec, layout.tp) * (layers * 2 * spec.head_dim + 1 + spec.head_dim) * value_bytes
+    longest = workload.longest_tokens
+    cap = max(longest, workload.max_tokens or 0)
+    blocks = max(min(slots, samples) * math.ceil(longest / BLOCK_TOKENS), math.ceil(cap / BLOCK_TOKENS))
     prompt = workload.max_prompt_tokens or workload.prompt_tokens
     slots = min(slots, samples)
     lane = -(-slots // layout.pp)
-    transient = forward_bytes_per_token(spec, layout.tp, value_bytes) * prompt * lane
+    prefilled = max(prompt * lane, cap if cap > longest else 0)
+    transient = forward_bytes_per_token(spec, layout.tp, value_bytes) * prefilled
     logits = logits_bytes(spec, layout.tp, value_bytes, lane, copies=SAMPLING_COPIES) if pp_rank == layout.pp - 1 else 0
-    parts = {"kv_cache": int(per_token * slots * workload.longest_tokens)}
+    parts = {"kv_cache": blocks * BLOCK_TOKENS * per_token}
     parts["packed_weights"] = _packed(spec, layout, pp_rank, precision)
     return parts | _one_moment(logits, transient)
 

@@ -21,7 +21,6 @@ from nereus.plan import Layout, ModelStage, Recompute, Stage
 from nereus.planner.prices.memory import (
     Precision,
     backward_bytes_per_token,
-    cache_heads,
     forward_bytes_per_token,
     layer_bytes_per_token,
     logits_bytes,
@@ -33,6 +32,7 @@ from nereus.planner.space.candidates import Floats, Ints
 from nereus.planner.space.settings import Mask
 from nereus.planner.workload import Lengths, Workload
 from nereus.shards.boxes import layer_range
+from nereus.shards.kv_blocks import block_numel, blocks_for, cache_heads
 
 NUM_RANKS = 4
 
@@ -246,7 +246,8 @@ class _StageFootprint:
         self.loss_tokens = self.longest(self.micro_batch, self.samples)
         self.tokens = self.micro_batch * self.prompt + self.loss_tokens
         value_bytes = precision.param_bytes
-        self.longest_tokens = workload.longest_tokens
+        self.longest_tokens, self.cap_tokens = workload.longest_tokens, workload.cap_tokens
+        self.again_tokens = workload.again_tokens
         self.kept = self._by_tp(lambda tp: layer_bytes_per_token(spec, tp, recompute, value_bytes))
         self.forward = self._by_tp(lambda tp: forward_bytes_per_token(spec, tp, value_bytes))
         self.backward = self._by_tp(lambda tp: backward_bytes_per_token(spec, tp, recompute, value_bytes))
@@ -308,7 +309,7 @@ class _StageFootprint:
         if self.trains:
             return self._training(layers, rank, last)
         if self.stage is Stage.GENERATION:
-            return self._generation(layers, self.table.numel[self.at, place], rank, last)
+            return self._generation(self.table.numel[self.at, place], rank, last)
         # nothing is kept for a backward pass, but what is on its way to be sent
         transient = (self.forward + np.where(last, 0, MAX_SENDS * self.state_bytes)) * self.tokens
         logits = self._logits(self.loss_tokens, self.state_bytes * self.tokens)
@@ -335,15 +336,18 @@ class _StageFootprint:
         parts: Parts = {"activations": activations.astype(np.int64)}
         return parts | _one_moment(np.where(has_logits, logits, 0), transient)
 
-    def _generation(self, layers: Ints, numel: Ints, rank: Ints, last: Mask) -> Parts:
+    def _generation(self, numel: Ints, rank: Ints, last: Mask) -> Parts:
         """The cache, whose slots all hold the longest sequence; what decoding copies of the weights (all but an
         embedding that is no head too); and the transients of the prefill or one step's logits.
 
-        The engine stores a mask entry beside each key. The slots of a pipeline's stages take turns, a lane a stage.
+        The cache has the blocks that the engine would take, counted with the engine's function and on every rank as on
+        the fullest: that many bytes a plan gives each. The slots of a pipeline's stages take turns, a lane a stage. A
+        sequence that outgrows those counted may have to be prefilled again.
         """
         value_bytes = self.precision.param_bytes
-        per_token = layers * self.table.kv_heads[self.at] * (2 * self.spec.head_dim + 1) * value_bytes
-        cache = (per_token * self.micro_batch * self.longest_tokens).astype(np.int64)
+        most_layers = -(-self.spec.num_layers // self.table.pp[self.at])
+        block = block_numel(most_layers, self.table.kv_heads[self.at], self.spec.head_dim) * value_bytes
+        cache = blocks_for(self.micro_batch, longest=self.longest_tokens, cap=self.cap_tokens) * block
         size = numel * value_bytes
         embeds = (rank == 0) & ~(last & self.spec.tied)
         packed = size - np.where(embeds, self.vocabulary_matrix, 0).astype(np.int64)
@@ -351,7 +355,7 @@ class _StageFootprint:
         lane = -(-self.micro_batch // self.table.pp[self.at])
         logits = np.where(last, self._logits(lane, copies=SAMPLING_COPIES), 0)
         parts: Parts = {"kv_cache": cache, "packed_weights": packed}
-        return parts | _one_moment(logits, self.forward * self.prompt * lane)
+        return parts | _one_moment(logits, self.forward * np.maximum(self.prompt * lane, self.again_tokens))
 
     def _logits(self, tokens: Floats | Ints, output: Floats | int = 0, *, copies: int = LOGITS_COPIES) -> Ints:
         """`memory.logits_bytes` of a number of tokens per row; the stage's output counts where there are logits."""

@@ -10,7 +10,7 @@ import functools
 from nereus.engine_facts import LOGITS_COPIES
 from nereus.model import Axis, Head, ModelSpec, Param
 from nereus.plan import Layout, Recompute
-from nereus.shards.boxes import ALIGN_ELEMENTS, axis_range, kv_of_head, layer_range, repeats_of
+from nereus.shards.boxes import ALIGN_ELEMENTS, axis_range, layer_range
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,13 +38,6 @@ def logits_bytes(
     if spec.head is not Head.LM:
         return 0
     return int(tokens * (copies * 4 * -(-spec.vocab // tp) + 2 * spec.hidden * value_bytes) + output)
-
-
-@functools.lru_cache(maxsize=256)
-def cache_heads(spec: ModelSpec, tp: int) -> int:
-    """KV heads that the fullest rank stores of each token: query heads where those share KV heads unevenly."""
-    groups = [kv_of_head(spec, tp, rank) for rank in range(tp)]
-    return max(len(group) if repeats_of(group) is None else group[-1] + 1 for group in groups)
 
 
 @functools.lru_cache(maxsize=256)
