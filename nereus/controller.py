@@ -1,8 +1,10 @@
 """The main path of a run: decide, move, step, observe. It never asks which runtime it has.
 
-    before each step:  what does the recipe, a person or the adaptation want? --> keep | move | restart | pause
-                                                                                         |
-    each step:         run one RL step --> observe --> evaluate where due   <------------+
+    before each step:  what does the recipe, a person or the decider want? --> keep | move | restart | pause
+                                                                                      |
+    each step:         run one RL step --> learn --> evaluate where due   <-----------+
+
+Everything that is decided on and done is told to the observer, in order, so that a record of it can be decided again.
 
 State moves only here, between two steps. A move that is aborted leaves the job whole on the plan it had. Where that is
 not so, the job goes on with the units that are whole; where a model-stage has none, from the last saved state.
@@ -13,14 +15,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from nereus.decide.adaptation import Adaptation
-from nereus.decide.ruling import Action, Ruling
+from nereus.decide.decider import Decider
+from nereus.decide.ruling import Action, Ruling, supply_event
 from nereus.decide.seam import Outlook
 from nereus.errors import ClusterError, PlanError, StateLost, TransitionAborted
 from nereus.plan import Plan
 from nereus.reports.control import Requests
 from nereus.reports.events import Evaluation, Event, StepEnd, TransitionEnd, TransitionFailed
-from nereus.runtime.seam import Runtime
+from nereus.runtime.seam import Runtime, StepReport
+from nereus.supply.supply import Supply, SupplyView
 from nereus.transition.judged import Transition
 from nereus.transition.operations import Infeasible, TransitionReport
 from nereus.transition.remains import PlanBroken, Remains
@@ -60,6 +63,14 @@ class Clock:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Adapting:
+    """What a run that adapts asks before each step: what devices there are, and what to do."""
+
+    supply: Supply
+    decider: Decider
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Boundary:
     """What happened before a step. decision_s: what ruling took, moving not counted."""
 
@@ -69,9 +80,9 @@ class Boundary:
 
 
 class Controller:
-    """Drives one runtime through one course. Without an `adaptation` only the recipe and people change the plan.
+    """Drives one runtime through one course. Without `adapting` only the recipe and people change the plan.
 
-    outlook: judges what those want; the adaptation's decider asks the same one.
+    outlook: judges what those want; the decider asks the same one.
     """
 
     def __init__(
@@ -84,11 +95,12 @@ class Controller:
         progress: Progress,
         requests: Requests,
         clock: Clock,
-        adaptation: Adaptation | None = None,
+        adapting: Adapting | None = None,
     ) -> None:
         self._runtime, self._outlook = runtime, outlook
         self._course, self._observe, self._progress = course, observer, progress
-        self._requests, self._clock, self._adaptation = requests, clock, adaptation
+        self._requests, self._clock, self._adapting = requests, clock, adapting
+        self._view: SupplyView | None = None
         self._step = 1
 
     def run(self) -> None:
@@ -101,6 +113,7 @@ class Controller:
             step = self._step
             self._progress("step", step, self._course.steps)
             report = self._runtime.run_step(step)
+            learning_s = self._learn(report)
             self._observe(
                 StepEnd(
                     step,
@@ -108,31 +121,53 @@ class Controller:
                     report,
                     transition_s=before.transition_s,
                     predicted_step_s=before.predicted_step_s,
-                    decision_s=before.decision_s,
+                    decision_s=before.decision_s + learning_s,
                 )
             )
-            if self._adaptation is not None:
-                self._adaptation.ended(report)
-            else:
-                self._outlook.occupy(report.engine_bytes)
             self._evaluate(step)
             self._step = step + 1
 
     def _boundary(self, step: int) -> Boundary:
         """Everything that may change the plan before a step: recipe and people first, then what adapts."""
         transition_s = sum(self._change(step, change) for change in self._wanted(step))
-        if self._adaptation is None:
+        if self._adapting is None:
             return Boundary(transition_s)
         decision_s = 0.0
         while True:
             begun = time.perf_counter()
-            ruling = self._adaptation.rule(step, now_s=self._clock.now_s(), cluster=lambda: self._runtime.cluster)
+            ruling = self._rule(step, self._adapting)
             decision_s += time.perf_counter() - begun
             transition_s += self._act(step, ruling)
-            if not self._adaptation.paused:
+            if not self._adapting.decider.paused:
                 reached = ruling.target is None or self._runtime.plan == ruling.target
                 return Boundary(transition_s, decision_s, ruling.predicted_step_s if reached else None)
             self._clock.sleep(PAUSE_POLL_S)
+
+    def _rule(self, step: int, adapting: Adapting) -> Ruling:
+        """What is to be done before `step`, by the devices as they are. While paused only a change of them asks."""
+        view, decider = adapting.supply.at(self._clock.now_s()), adapting.decider
+        cluster = self._runtime.cluster  # after the supply, which may have given ids to devices that joined
+        regrouped = cluster if cluster != self._outlook.cluster else None
+        if view != self._view or regrouped is not None:
+            self._observe(supply_event(step, view, regrouped))
+        elif decider.paused:
+            return Ruling(step, None)
+        self._view = view
+        if regrouped is not None:
+            decider.recluster(regrouped)
+        ruling = decider.boundary(step, view)
+        for event in ruling.events:
+            self._observe(event)
+        return ruling
+
+    def _learn(self, report: StepReport) -> float:
+        """Learn from a step that has ended; the seconds it took."""
+        begun = time.perf_counter()
+        if self._adapting is not None:
+            self._adapting.decider.observe(report)
+        else:
+            self._outlook.occupy(report.engine_bytes)
+        return time.perf_counter() - begun
 
     def _wanted(self, step: int) -> list[Callable[[Plan], Plan]]:
         """Changes that the recipe names for this step and that people asked for since the last."""
@@ -149,7 +184,7 @@ class Controller:
             self._progress("saving state and pausing before step", step, self._course.steps)
             self._runtime.suspend(step - 1)
         elif ruling.action is Action.RESTART:
-            assert ruling.target is not None and self._adaptation is not None
+            assert ruling.target is not None
             self._restart(step, ruling.target)
         else:
             return 0.0
@@ -157,7 +192,7 @@ class Controller:
 
     def _restart(self, step: int, target: Plan) -> None:
         """From saved state: the last resort, and the way back from a pause."""
-        assert self._adaptation is not None
+        assert self._adapting is not None
         self._progress("going on from saved state before step", step, self._course.steps)
         begun, before = time.perf_counter(), self._runtime.plan
         if before.stages:
@@ -166,7 +201,7 @@ class Controller:
         seconds = time.perf_counter() - begun
         report = TransitionReport(("restart",), "restart", 0, 0, seconds, verified=True)
         self._observe(TransitionEnd(step, before, target, report))
-        self._adaptation.moved(target)
+        self._adapting.decider.moved(target)
 
     def _change(self, step: int, change: Callable[[Plan], Plan]) -> float:
         """What a recipe or a person wants, judged as every move is; the seconds it took."""
@@ -197,8 +232,8 @@ class Controller:
             return 0.0
         current, target, predicted_s = transition.current, transition.target, transition.seconds
         self._observe(TransitionEnd(step, current, target, report, predicted_s))
-        if self._adaptation is not None:
-            self._adaptation.moved(target, seconds=report.seconds, predicted_s=predicted_s)
+        if self._adapting is not None:
+            self._adapting.decider.moved(target, seconds=report.seconds, predicted_s=predicted_s)
         return report.seconds
 
     def _go_on(self, step: int, remains: Remains) -> float:
@@ -214,8 +249,8 @@ class Controller:
             seconds = time.perf_counter() - begun
             report = TransitionReport(("fall back",), "fall_back", 0, 0, seconds, verified=True)
             self._observe(TransitionEnd(step, before, plan, report))
-            if self._adaptation is not None:
-                self._adaptation.fell_back(plan)
+            if self._adapting is not None:
+                self._adapting.decider.fell_back(plan)
             return seconds
         return self._restore(step, before, remains)
 
@@ -230,15 +265,15 @@ class Controller:
         seconds = time.perf_counter() - begun
         report = TransitionReport(("restart",), "restart", 0, 0, seconds, verified=True)
         self._observe(TransitionEnd(step, plan, plan, report))
-        if self._adaptation is not None:
-            self._adaptation.moved(plan)
+        if self._adapting is not None:
+            self._adapting.decider.moved(plan)
         self._step = saved + 1
         return seconds
 
     def _failed(self, step: int, target: Plan, reason: str) -> None:
         self._observe(TransitionFailed(step, self._runtime.plan, target, reason))
-        if self._adaptation is not None:
-            self._adaptation.aborted(target, step)
+        if self._adapting is not None:
+            self._adapting.decider.aborted(target, step)
 
     def _evaluate(self, step: int) -> None:
         if self._course.evaluates_after(step):

@@ -1,13 +1,13 @@
 """The controller drives a runtime on a virtual clock: what it calls, in which order, and what it records."""
 
 import json
+import time
 
 import pytest
 from table_outlook import TableOutlook, lengths, plan_on, report
 
 from nereus.cluster import ACCELERATORS, uniform_cluster
-from nereus.controller import Clock, Controller, Course
-from nereus.decide.adaptation import Adaptation
+from nereus.controller import Adapting, Clock, Controller, Course
 from nereus.decide.decider import Decider
 from nereus.decide.policies.nereus import NereusPolicy
 from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
@@ -16,7 +16,7 @@ from nereus.plan import Plan
 from nereus.reports.control import Requests, write_whole
 from nereus.reports.events import Decision, Start, StepEnd, TransitionEnd, TransitionFailed
 from nereus.runtime.seam import Runtime
-from nereus.supply.supply import NoticedSupply, StaticSupply, TraceSupply
+from nereus.supply.supply import NoticedSupply, StaticSupply, SupplyView, TraceSupply
 from nereus.supply.traces import trace_of_counts
 from nereus.transition.operations import TransitionReport
 
@@ -100,17 +100,29 @@ class TableRuntime(Runtime):
         pass
 
 
-def controlled(folder, counts, num_steps, *, transitions=None, infeasible=frozenset(), seed=0, aborts=0):
-    """(what the runtime was asked, events) of a run under a trace of counts."""
+def controlled(
+    folder,
+    counts,
+    num_steps,
+    *,
+    transitions=None,
+    infeasible=frozenset(),
+    seed=0,
+    aborts=0,
+    supply=None,
+    outlook=None,
+    transition_s=0.75,
+):
+    """(what the runtime was asked, events) of a run under a trace of counts, or under a given supply."""
     time, events = VirtualTime(), [Start(0, config={}, cluster={}, models={}, plan=PLAN)]
-    runtime = TableRuntime(time, aborts)
-    adaptation, outlook = None, TableOutlook(transition_s=0.5, infeasible=infeasible)
-    if counts:
+    runtime = TableRuntime(time, aborts, transition_s)
+    adapting, outlook = None, outlook or TableOutlook(transition_s=0.5, infeasible=infeasible)
+    if counts or supply:
         decider = Decider(NereusPolicy(), outlook, PLAN, lengths=lengths())
-        adaptation = Adaptation(TraceSupply(trace_of_counts(counts, seed=seed)), decider, events.append)
+        adapting = Adapting(supply or TraceSupply(trace_of_counts(counts, seed=seed)), decider)
     Controller(
         runtime, outlook, Course(num_steps, 0, transitions or {}), events.append,
-        progress=lambda what, step, steps: None, requests=Requests(folder), clock=time.clock, adaptation=adaptation,
+        progress=lambda what, step, steps: None, requests=Requests(folder), clock=time.clock, adapting=adapting,
     ).run()  # fmt: skip
     return runtime.asked, events
 
@@ -167,6 +179,75 @@ def test_a_flapping_run_replays_from_its_events_and_shows_predictions(tmp_path, 
     assert verdicts == {"admit", "decline", "urgent"}
 
 
+def recorded(events):
+    return [json.loads(json.dumps({"type": e.type, "step": e.step, **e.fields()})) for e in events]
+
+
+def replayed(lines):
+    """The decisions of the same run, decided again."""
+
+    def decider(start):
+        plan = Plan.from_json(start["plan"])
+        return Decider(NereusPolicy(), TableOutlook(transition_s=0.5), plan, lengths=lengths())
+
+    return ruled_decisions(replay(lines, decider))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flapping_supply_with_a_drop_to_nothing_is_recorded_and_replays(tmp_path, seed):
+    counts = [(0.0, 4), (7.0, 6), (12.0, 3), (20.0, 0), (31.0, 2), (40.0, 5)]
+    lines = recorded(controlled(tmp_path, counts, 40, seed=seed)[1])
+    supplied = [len(line["devices"]) for line in lines if line["type"] == "supply"]
+    assert supplied == [4, 6, 3, 0, 2, 5]
+    actions = [line["action"] for line in lines if line["type"] == "decision"]
+    assert actions.count("pause") == 1 and actions.count("restart") == 1 and "move" in actions
+    assert replayed(lines) == recorded_decisions(lines)
+
+
+def test_moves_that_were_asked_for_replay_whether_or_not_something_is_ruled_at_their_step(tmp_path):
+    wanted = {4: plan_on(0, 1), 5: plan_on(2, 3), 8: plan_on(1), 30: plan_on(0, 1, 2)}
+    transitions = {step: lambda current, plan=plan: plan for step, plan in wanted.items()}
+    lines = recorded(controlled(tmp_path, [(0.0, 4), (9.5, 6)], 40, transitions=transitions, transition_s=0.4)[1])
+    assert [line["step"] for line in lines if line["type"] == "transition"] == [4, 4, 5, 8, 8, 30]
+    assert replayed(lines) == recorded_decisions(lines)
+
+
+def test_an_unchanged_supply_is_recorded_once(tmp_path):
+    _, events = controlled(tmp_path, [], 10, supply=StaticSupply(range(4)))
+    assert [line["step"] for line in recorded(events) if line["type"] == "supply"] == [1]
+
+
+def test_while_paused_nothing_is_asked_until_the_supply_changes(tmp_path):
+    looked = []
+
+    class Watched(StaticSupply):
+        def at(self, time_s):
+            looked.append((time_s, super().at(time_s).devices))
+            return super().at(time_s)
+
+    supply = Watched(range(4), later=[(1.0, SupplyView(())), (5.0, SupplyView((2,)))])
+    asked, events = controlled(tmp_path, [], 3, supply=supply)
+    assert sum(devices == () for _, devices in looked) >= 4, "it looks again and again"
+    at_step = [(e.type, getattr(e, "action", None)) for e in events if e.step == 2]
+    assert at_step[:2] == [("supply", None), ("trigger", None)]
+    decisions = [e for e in events if isinstance(e, Decision) and e.step == 2]
+    assert [(e.action, e.target) for e in decisions] == [("pause", None), ("restart", plan_on(2))]
+    assert [e.type for e in events if e.step == 2].count("supply") == 2
+    assert asked[1:4] == [("suspend", 1), ("resume", plan_on(2)), ("step", 2, 1)]
+
+
+def test_what_learning_takes_counts_as_deciding_of_the_step_it_learns_from(tmp_path):
+    class Slow(TableOutlook):
+        def learn(self, plan, report):
+            super().learn(plan, report)
+            time.sleep(0.02 if report.step == 2 else 0.0)
+
+    _, events = controlled(tmp_path, [(0.0, 4)], 3, outlook=Slow())
+    spent = [e.decision_s for e in events if isinstance(e, StepEnd)]
+    assert spent[1] >= 0.02 > max(spent[0], spent[2])
+    assert all(e.row["timing_s/decision"] == e.decision_s for e in events if isinstance(e, StepEnd))
+
+
 def test_an_aborted_urgent_move_is_told_and_tried_again_at_the_next_boundary(tmp_path):
     asked, events = controlled(tmp_path, [(0.0, 4), (2.5, 3)], 6, aborts=1)
     assert [row[0] for row in asked] == ["step"] * 3 + ["aborted", "step", "transition", "step", "step"]
@@ -192,7 +273,7 @@ def test_a_device_with_a_notice_is_left_so_early_that_moving_ends_before_its_dea
     Controller(
         runtime, outlook, Course(20, 0, {}), observe, progress=lambda what, step, steps: None,
         requests=Requests(tmp_path), clock=time.clock,
-        adaptation=Adaptation(NoticedSupply(StaticSupply(range(4)), notices), decider, observe),
+        adapting=Adapting(NoticedSupply(StaticSupply(range(4)), notices), decider),
     ).run()  # fmt: skip
     assert list(ended_s.values()) == [13.0], "seven steps, then the move"
     assert [e.verdict for e in events if isinstance(e, Decision) and e.action == "move"] == ["urgent"]
@@ -220,7 +301,7 @@ def test_what_was_judged_is_what_is_executed_whoever_wanted_it(tmp_path):
     Controller(
         Executing(time), outlook, Course(6, 0, {2: lambda current: plan_on(0, 1)}), events.append,
         progress=lambda what, step, steps: None, requests=Requests(tmp_path), clock=time.clock,
-        adaptation=Adaptation(supply, decider, events.append),
+        adapting=Adapting(supply, decider),
     ).run()  # fmt: skip
     assert len(executed) >= 2 and all(any(one is other for other in judged) for one in executed)
     moves = [e for e in events if isinstance(e, TransitionEnd)]

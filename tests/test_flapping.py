@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from jobs import MAX_RESPONSE, SPEC, Rollouts, make_runtime, make_setup, numbers
 
-from nereus.controller import Clock, Controller, Course
-from nereus.decide.adaptation import Adaptation
+from nereus.controller import Adapting, Clock, Controller, Course
 from nereus.decide.outlook import JobShape, ModelOutlook, decider_of, recorded_decider
 from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
 from nereus.model import Head
@@ -122,13 +121,13 @@ def run(folder: Path, setup: JobSetup, rollouts: Rollouts, num_steps: int, count
             calibration=outlook.calibration.to_json(),
         )
     )
-    adaptation = None
+    adapting = None
     if counts:
-        adaptation = Adaptation(TraceSupply(trace_of_counts(counts, seed=1)), decider_of(CONFIG, outlook, PLAN), told)
+        adapting = Adapting(TraceSupply(trace_of_counts(counts, seed=1)), decider_of(CONFIG, outlook, PLAN))
     try:
         Controller(
             runtime, outlook, Course(num_steps, 0, {}), told, progress=lambda what, step, steps: None,
-            requests=Requests(folder), clock=time.clock, adaptation=adaptation,
+            requests=Requests(folder), clock=time.clock, adapting=adapting,
         ).run()  # fmt: skip
     finally:
         runtime.close()

@@ -82,6 +82,11 @@ class Decider:
         self._fell_back = False
         self._outlook.freeze()
 
+    @property
+    def paused(self) -> bool:
+        """Whether the job waits, off all devices, for a supply that holds a plan."""
+        return self.plan is None
+
     def boundary(self, step: int, view: SupplyView) -> Ruling:
         """The ruling before `step`. Called once for every step, and while paused once for every new view."""
         self._bias = self.policy.bias(self.plan, self._measured, self._outlook)

@@ -206,6 +206,10 @@ class ModelOutlook(Outlook):
         self._engine_bytes = engine_bytes
         self._table = self._device_table()
 
+    @property
+    def cluster(self) -> Cluster:
+        return self.job.cluster
+
     def recluster(self, cluster: Cluster) -> None:
         self.job = dataclasses.replace(self.job, cluster=cluster)
         self._clusters.clear()

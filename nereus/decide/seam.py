@@ -23,6 +23,11 @@ class Prediction:
 class Outlook(abc.ABC):
     """What a decision asks of planning. Answers depend on what was learned and asked before, and on nothing else."""
 
+    @property
+    @abc.abstractmethod
+    def cluster(self) -> Cluster:
+        """The devices as they are known here; changes only inside `recluster`."""
+
     @abc.abstractmethod
     def predict(self, plan: Plan, lengths: LengthSummary, *, frozen: bool = False) -> Prediction:
         """Seconds and memory of a plan; frozen: with what was known at the last `freeze`."""

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nereus.cluster import Cluster
-from nereus.controller import Clock, Controller, Course
-from nereus.decide.adaptation import Adaptation
+from nereus.controller import Adapting, Clock, Controller, Course
 from nereus.decide.outlook import JobShape, ModelOutlook, decider_of
 from nereus.errors import NereusError, NoFeasiblePlan
 from nereus.launch.discovery import check_address
@@ -162,13 +161,10 @@ def _run(config: RunConfig, view: View, folder: RunFolder, recorder: _Recorder) 
         runtime.start()
         recorder(_start_event(config, job, plan, outlook))
         clock = Clock(folder.elapsed_s)
-        adaptation = None
-        if config.adapt:
-            decider = decider_of(config, outlook, plan)
-            adaptation = Adaptation(supply, decider, recorder, cluster=outlook.job.cluster)
+        adapting = Adapting(supply, decider_of(config, outlook, plan)) if config.adapt else None
         course = Course(config.trainer.steps, config.trainer.val_every, _transitions(config.transitions))
         Controller(
-            runtime, outlook, course, recorder, progress=progress, requests=requests, clock=clock, adaptation=adaptation
+            runtime, outlook, course, recorder, progress=progress, requests=requests, clock=clock, adapting=adapting
         ).run()
         return TrainResult(
             config.run.dir, tuple(recorder.evaluations), tuple(recorder.steps), tuple(recorder.changes), job.notes

@@ -72,7 +72,10 @@ LENGTH_FIELDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepEnd(Event):
-    """A step with all its updates committed. decision_s: what the controller took to rule before it."""
+    """A step with all its updates committed.
+
+    decision_s: what deciding took: the ruling before it and learning from it, moving not counted.
+    """
 
     type: ClassVar[str] = "step"
     plan: Plan

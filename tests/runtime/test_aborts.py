@@ -11,8 +11,7 @@ from faulty_pool import FaultyPool, fail, flip_a_moment
 from jobs import Rollouts, changed, judged, make_runtime, make_setup, plan_of
 from table_outlook import TableOutlook, lengths, transition_of
 
-from nereus.controller import Clock, Controller, Course
-from nereus.decide.adaptation import Adaptation
+from nereus.controller import Adapting, Clock, Controller, Course
 from nereus.decide.decider import Decider
 from nereus.decide.policies.nereus import NereusPolicy
 from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
@@ -103,7 +102,7 @@ def run(
         Controller(
             runtime, outlook, Course(num_steps, 0, {}), events.append, progress=lambda what, step, steps: None,
             requests=Requests(folder), clock=Clock(lambda: float(len(steps_of(events)))),
-            adaptation=Adaptation(supply, decider(outlook=outlook), events.append),
+            adapting=Adapting(supply, decider(outlook=outlook)),
         ).run()  # fmt: skip
     finally:
         runtime.close()
