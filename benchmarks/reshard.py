@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from reshard_dcp import CheckpointInPlace, checkpoint_and_restart
 from reshard_workers import ProcessMovers, shard_requests
 
+from nereus.engine_facts import BUCKET_BYTES, BUCKETS_STAGED
 from nereus.model import Head, ModelSpec
-from nereus.moving.commands import BUCKET_BYTES, BufferKey, DeviceOrder, Export, MoveOrder, StageKinds
-from nereus.moving.transport import WINDOW
+from nereus.moving.commands import BufferKey, DeviceOrder, Export, MoveOrder, StageKinds
 from nereus.plan import ACTOR_TRAINING, CRITIC_TRAINING, ModelStage, StagePlan, parse_stage_plan
 from nereus.shards.moves import Holding, lower_bound_numel
 from nereus.shards.state import Counters, StateKind
@@ -256,7 +256,7 @@ def metrics_of(rows: list[Row]) -> dict[str, float]:
         metrics[f"{name}_over_copy"] = max(r.ours_s / r.copy_s for r in some)
         metrics[f"{name}_across_over_send"] = max(r.across_s / r.send_s for r in some)
     metrics["reshard_bytes_over_lower_bound"] = max(r.bytes_moved / r.bytes_lower_bound for r in rows)
-    metrics["peak_extra_over_bound"] = max(r.peak_extra_bytes for r in rows) / (WINDOW * BUCKET_BYTES)
+    metrics["peak_extra_over_bound"] = max(r.peak_extra_bytes for r in rows) / (BUCKETS_STAGED * BUCKET_BYTES)
     return metrics
 
 
@@ -293,7 +293,7 @@ def run(quick: bool = False) -> dict[str, Any]:
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "parameters": actor.num_params + actor.with_head(Head.SCORE).num_params, "bytes_per_parameter": 12,
             "repetitions": 3 if quick else 9, "restarts": 1 if quick else 3, "bucket_bytes": BUCKET_BYTES,
-            "window": WINDOW, "threads_per_process": 1, "seeds": [],
+            "window": BUCKETS_STAGED, "threads_per_process": 1, "seeds": [],
         },
         "rows": [dataclasses.asdict(row) for row in rows],
         "command": "nereus bench reshard" + (" --quick" if quick else ""),

@@ -20,8 +20,13 @@ MAX_PACKED_BYTES = 16 << 20
 """Parameters of a stage that generation copies at most, into a form that decodes faster (not in bf16)."""
 
 
-SYNC_BUCKET_BYTES = 16 << 20
-"""Bytes of one bucket of weight synchronization; a rank holds one that is sent and one that is received."""
+BUCKET_BYTES = 4 << 20
+"""Bytes of a bucket: what is packed for one send between nodes at most; also the scratch of one digest."""
+
+
+BUCKETS_STAGED = 8
+"""Buckets that a rank has staged at once, sent and received ones together; lots sent from where they lie do not
+count."""
 
 
 class Op(enum.StrEnum):

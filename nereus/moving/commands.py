@@ -9,14 +9,12 @@ import torch
 
 from nereus.comm.buffers import Handle
 from nereus.comm.groups import GroupSpec
+from nereus.engine_facts import BUCKET_BYTES
 from nereus.model import ModelSpec
 from nereus.moving.verify import Digests
 from nereus.plan import Layout, ModelStage
 from nereus.shards.moves import DeviceMoves, Holding, Moves, plan_moves
 from nereus.shards.state import Counters, StateKind
-
-BUCKET_BYTES = 4 << 20
-"""Bytes packed for one send; also the scratch of one digest."""
 
 
 class BufferKey(NamedTuple):

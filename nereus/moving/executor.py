@@ -24,9 +24,9 @@ import enum
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+from nereus.engine_facts import BUCKET_BYTES
 from nereus.errors import NereusError, TransitionAborted
 from nereus.moving.commands import (
-    BUCKET_BYTES,
     BufferKey,
     DeviceDigests,
     DeviceOrder,

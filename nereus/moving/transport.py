@@ -5,9 +5,9 @@
                  side is neither packed nor unpacked there
 
 Every rank posts its sends and receives in the one global order of the plan: the first lot of every move, then the
-second of every move, so that all pairs are busy at once. It waits for its oldest lot only when `WINDOW` buckets are
-staged, so whichever lot is first in the order always has both ends posted, and staging memory stays below WINDOW
-buckets. Ranks agree on a fingerprint before anything is sent.
+second of every move, so that all pairs are busy at once. It waits for its oldest lot only when as many
+buckets are staged as may be (`BUCKETS_STAGED`), so whichever lot is first in the order always has both ends posted, and
+no more are ever staged. Ranks agree on a fingerprint before anything is sent.
 """
 
 import collections
@@ -19,12 +19,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from nereus.comm.groups import Group, Work
+from nereus.engine_facts import BUCKETS_STAGED
 from nereus.moving.commands import DeviceOrder
 from nereus.shards.moves import Move, Run, buckets
 from nereus.shards.state import Side, StateKind, strided
-
-WINDOW = 8
-"""Buckets a rank has staged at once; lots sent from where they lie are not counted."""
 
 DIRECT_BYTES = 512 << 10
 """A run of at least so many bytes that is contiguous on both ends is a lot of its own and is never staged."""
@@ -157,7 +155,7 @@ class Exchange:
 
     def _staging(self, nbytes: int) -> torch.Tensor:
         """Room for a lot; used again by later lots, because touching new memory costs as much as a copy."""
-        while not self._free and self._num_staging == WINDOW:
+        while not self._free and self._num_staging == BUCKETS_STAGED:
             self._finish()
         if self._free:
             return self._free.pop()

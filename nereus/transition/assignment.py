@@ -168,11 +168,6 @@ def _assigned(
     return Plan.of(stages)
 
 
-def bytes_in_place(current: Plan, target: Plan, *, states: Mapping[ModelStage, StageState], table: DeviceTable) -> int:
-    """Bytes of the target plan that its devices hold already."""
-    return sum(worth.of_all() for worth in _worths(current, target, states, table))
-
-
 def _source(current: Plan, model_stage: ModelStage) -> StagePlan | None:
     return current.get(model_stage) or current.get(ModelStage(model_stage.role, Stage.TRAINING))
 

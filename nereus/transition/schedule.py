@@ -144,14 +144,6 @@ def waits(dag: TransitionDag) -> list[set[int]]:
     return result
 
 
-def start_times(dag: TransitionDag) -> tuple[float, ...]:
-    """Start of every operation in seconds when each runs as soon as it may and links between nodes are not shared."""
-    starts: list[float] = []
-    for before, _ in zip(waits(dag), dag.loads, strict=True):
-        starts.append(max((starts[i] + dag.loads[i].seconds for i in before), default=0.0))
-    return tuple(starts)
-
-
 def transition_seconds(dag: TransitionDag, rates: Rates) -> float:
     """Predicted seconds of the whole transition: the critical path with shared links.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from feasibility import check_feasible
 from movers import ThreadMovers, assert_holds
 
 from nereus.baselines.independent import IndependentMigration, Outcome, Room, local_chain
@@ -17,7 +18,6 @@ from nereus.moving.executor import Execution
 from nereus.plan import ACTOR_TRAINING, CRITIC_TRAINING, Layout, ModelStage, Plan, StagePlan
 from nereus.shards.state import StateKind
 from nereus.transition.dag import build_dag
-from nereus.transition.feasibility import check_feasible
 from nereus.transition.operations import Feasible, Infeasible, Mode, Primitive, TransitionDag
 from nereus.transition.price import DeviceTable, Rates, StageState
 

@@ -7,10 +7,11 @@ import torch
 from support import StoreFactory, run_threads
 
 from nereus.comm.groups import GroupSpec
+from nereus.engine_facts import BUCKETS_STAGED
 from nereus.errors import GroupError
 from nereus.model import ModelSpec
 from nereus.moving.commands import DeviceOrder
-from nereus.moving.transport import WINDOW, Exchange, pull
+from nereus.moving.transport import Exchange, pull
 from nereus.moving.verify import first_difference, move_digests
 from nereus.shards.moves import DeviceMoves, Move, Run
 from nereus.shards.state import StateKind
@@ -83,7 +84,7 @@ def test_an_exchange_equals_a_pull_and_stages_no_more_than_its_window(numel: int
         assert all(torch.equal(target[kind], expected[kind]) for kind in target)
         return exchange.peak_staged_bytes
 
-    assert all(peak <= WINDOW * bucket_bytes for peak in run_threads(3, rank_main))
+    assert all(peak <= BUCKETS_STAGED * bucket_bytes for peak in run_threads(3, rank_main))
 
 
 def test_ranks_with_different_plans_send_nothing() -> None:

@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -6,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.comm.groups import Group
+from nereus.engine_facts import BUCKET_BYTES, BUCKETS_STAGED
 from nereus.engines.cache import KvCache
 from nereus.engines.transformer import StageModel
 from nereus.known_models import MODELS
 from nereus.model import Head, ModelSpec
+from nereus.moving.executor import Execution
 from nereus.plan import (
     ACTOR_GENERATION,
     ACTOR_TRAINING,
@@ -75,6 +78,14 @@ def test_only_state_stays_while_other_model_stages_run():
     assert set(kept.idle) <= {"weights", "gradients", "masters", "moments"}
     assert kept.idle_bytes < kept.active_bytes
     assert set(memory(REFERENCE_INFERENCE).idle) == {"weights"}
+
+
+def test_the_planner_counts_as_many_staged_bytes_as_transport_may_stage():
+    large = memory(REFERENCE_INFERENCE).active["sync_buffers"]
+    assert large == BUCKETS_STAGED * BUCKET_BYTES
+    tiny = memory(REFERENCE_INFERENCE, TINY, precision=FP32).active
+    assert tiny["sync_buffers"] == 2 * tiny["weights"] < large, "a buffer that goes out and one that comes in"
+    assert inspect.signature(Execution).parameters["bucket_bytes"].default == BUCKET_BYTES
 
 
 def test_weights_shared_with_training_are_counted_there():

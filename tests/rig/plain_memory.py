@@ -2,7 +2,7 @@
 
 import math
 
-from nereus.engine_facts import MAX_PACKED_BYTES, MAX_SENDS, SAMPLING_COPIES, SYNC_BUCKET_BYTES
+from nereus.engine_facts import BUCKET_BYTES, BUCKETS_STAGED, MAX_PACKED_BYTES, MAX_SENDS, SAMPLING_COPIES
 from nereus.model import Head
 from nereus.plan import Stage
 from nereus.planner.prices.footprints import StageMemory
@@ -92,7 +92,7 @@ def _state(spec, layout, pp_rank, precision, *, trains, shared):
 
 
 def _sync_buffers(spec, layout, pp_rank, precision):
-    return 2 * min(SYNC_BUCKET_BYTES, state_numel(spec, layout, pp_rank) * precision.param_bytes)
+    return min(BUCKETS_STAGED * BUCKET_BYTES, 2 * state_numel(spec, layout, pp_rank) * precision.param_bytes)
 
 
 def _training(

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from feasibility import check_feasible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_pairs import CPU, RATES, STATES, Pair, pairs
@@ -11,10 +12,9 @@ from nereus.cluster import uniform_cluster
 from nereus.plan import ACTOR_TRAINING, CRITIC_TRAINING, Plan
 from nereus.transition.dag import build_dag
 from nereus.transition.diff import diff
-from nereus.transition.feasibility import check_feasible
 from nereus.transition.operations import EdgeKind, Feasible, Infeasible, Mode, Primitive, TransitionDag
 from nereus.transition.price import Rates, lacking_elements
-from nereus.transition.schedule import Job, best_order, heaviest_clique, makespan, start_times, transition_seconds
+from nereus.transition.schedule import Job, best_order, heaviest_clique, makespan, transition_seconds, waits
 
 
 def plan(**stages: str) -> Plan:
@@ -77,6 +77,14 @@ def test_a_chain_never_moves_less_than_the_reshard_that_replaces_it(pair: Pair) 
     assert fused.moved_bytes <= chained.moved_bytes
     used = {operation.primitive for operation in chained.operations if operation.source_stage == operation.model_stage}
     assert Primitive.RESHARD not in used
+
+
+def start_times(dag: TransitionDag) -> tuple[float, ...]:
+    """Start of every operation in seconds when each runs as soon as it may and links between nodes are not shared."""
+    starts: list[float] = []
+    for before, _ in zip(waits(dag), dag.loads, strict=True):
+        starts.append(max((starts[i] + dag.loads[i].seconds for i in before), default=0.0))
+    return tuple(starts)
 
 
 def test_the_mode_is_shadow_where_old_and_new_fit_and_in_place_where_they_do_not() -> None:

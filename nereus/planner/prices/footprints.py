@@ -15,7 +15,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nereus.engine_facts import LOGITS_COPIES, MAX_PACKED_BYTES, MAX_SENDS, SAMPLING_COPIES, SYNC_BUCKET_BYTES
+from nereus.engine_facts import (
+    BUCKET_BYTES,
+    BUCKETS_STAGED,
+    LOGITS_COPIES,
+    MAX_PACKED_BYTES,
+    MAX_SENDS,
+    SAMPLING_COPIES,
+)
 from nereus.model import Head, ModelSpec
 from nereus.plan import Layout, ModelStage, Recompute, Stage
 from nereus.planner.prices.memory import (
@@ -295,7 +302,8 @@ class _StageFootprint:
 
     def _sync_buffers(self, place: int) -> Ints:
         numel = self.table.numel[self.at, place]
-        buffers: Ints = 2 * np.minimum(SYNC_BUCKET_BYTES, numel * self.precision.param_bytes)
+        # a buffer goes out and another comes in; of both together so many buckets are staged
+        buffers: Ints = np.minimum(BUCKETS_STAGED * BUCKET_BYTES, 2 * numel * self.precision.param_bytes)
         return buffers
 
     @functools.cached_property
