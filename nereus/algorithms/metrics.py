@@ -21,25 +21,27 @@ def length_summary(batch: RolloutBatch) -> LengthSummary:
     )
 
 
-def length_metrics(lengths: LengthSummary) -> dict[str, float]:
-    """Lengths under verl's names."""
+def length_metrics(batch: RolloutBatch, lengths: LengthSummary) -> dict[str, float]:
+    """Lengths of a batch and their summary under verl's names.
+
+    response_length/clip_ratio is the share of responses that the length limit cut off.
+    """
     return {
+        **spread("prompt_length", batch.prompt_lengths),
         "response_length/mean": lengths.mean,
         "response_length/max": lengths.longest,
         "response_length/min": lengths.shortest,
         "response_length/p95": lengths.p95,
         "response_length/clip_ratio": lengths.cut_share,
-        "prompt_length/mean": lengths.prompt_mean,
     }
 
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Mean, maximum and minimum of scores, rewards, advantages, returns, values and lengths, as far as they are there.
+    """Mean, maximum and minimum of scores, rewards, advantages, returns and values, as far as they are there.
 
-    Scores and rewards are by sample, the others by token that counts. response_length/clip_ratio is the share of
-    responses that the length limit cut off.
+    Scores and rewards are by sample, the others by token that counts.
     """
-    metrics = {**spread("prompt_length", batch.prompt_lengths), **length_metrics(length_summary(batch))}
+    metrics: dict[str, float] = {}
     if batch.scores is not None:
         metrics |= spread("critic/score", batch.scores)
     if batch.token_rewards is not None:

@@ -9,8 +9,8 @@ from datetime import timedelta
 import torch
 
 from nereus.algorithms.learning_rate import LearningRate
-from nereus.algorithms.loop import Scores
 from nereus.algorithms.ppo import PPO, PPOSettings
+from nereus.algorithms.progress import Scores
 from nereus.checkpoint.weight_files import check_folder
 from nereus.data.dataset import RunData, check_vocab, load_data
 from nereus.data.prompts import Prompt, PromptOrder

@@ -20,7 +20,8 @@ import torch
 
 from nereus.algorithms.base import Algorithm, Objective
 from nereus.algorithms.buffer import RolloutBatch, shares
-from nereus.algorithms.loop import Loop, Score, Stages, Update
+from nereus.algorithms.loop import Loop, Score, Stages
+from nereus.algorithms.progress import StepProgress, Update
 from nereus.algorithms.types import OutputKind, Sample
 from nereus.checkpoint.store import CheckpointStore, Manifest, SavedState
 from nereus.cluster import Cluster
@@ -34,7 +35,6 @@ from nereus.moving.executor import Execution, OperationEnd, run_move, survey
 from nereus.moving.ledger import Ledger
 from nereus.plan import ACTOR_GENERATION, ModelStage, Plan, Role, Stage
 from nereus.runtime.movers import PoolMovers, nodes_of
-from nereus.runtime.run_tasks import run_tasks
 from nereus.runtime.seam import Pool, Runtime, StepReport, gather
 from nereus.runtime.worker import RoleSetup, Worker
 from nereus.shards.moves import Holding
@@ -42,7 +42,7 @@ from nereus.shards.state import state_dtypes
 from nereus.transition.judged import Transition
 from nereus.transition.operations import TransitionReport
 from nereus.transition.remains import PlanBroken
-from nereus.workflow import Task, Workflow
+from nereus.workflow import Workflow
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,8 +81,8 @@ class LiveStages(Stages):
         self._pool, self._setup = pool, setup
         self.plan, self.epoch = Plan(()), -1
 
-    def run(self, tasks: Sequence[Task], execute: Callable[[Task], None]) -> dict[ModelStage, float]:
-        return run_tasks(tasks, self.plan, execute)
+    def devices(self, model_stage: ModelStage) -> tuple[int, ...]:
+        return self.plan[model_stage].devices
 
     def generate(self, prompts: Sequence[Prompt], *, first_place: int, validation: bool) -> list[Sample]:
         asked = self._setup.algorithm.sampling
@@ -167,6 +167,8 @@ class LiveRuntime(Runtime):
         self._initial, self._epochs = plan, 0
         self._unretired: set[int] = set()
         self._saved_step: int | None = None
+        self._progress: StepProgress | None = None
+        self._saved_progress: StepProgress | None = None
         self._movers = PoolMovers(pool, setup.roles, timeout=setup.timeout)
 
     def start(self) -> None:
@@ -195,7 +197,7 @@ class LiveRuntime(Runtime):
             parts += self._on(plan[model_stage].units[0], Worker.save, epoch, model_stage, folder).values()
         manifest = Manifest.joined(step, parts)
         self._checkpoints.commit(manifest, {m: self._setup.roles[m.role].spec for m in trained})
-        self._saved_step = step
+        self._saved_step, self._saved_progress = step, self._progress
         self._give_all_back()
 
     def _give_all_back(self) -> None:
@@ -212,6 +214,7 @@ class LiveRuntime(Runtime):
         folder, manifest, _ = self._checkpoints.latest()
         self._epochs += 1
         self._raise(plan, self._epochs, (folder, manifest))
+        self._progress = self._saved_progress  # what the restored state has done, not what the lost one had
 
     @property
     def plan(self) -> Plan:
@@ -223,13 +226,12 @@ class LiveRuntime(Runtime):
 
     def run_step(self, step: int) -> StepReport:
         started = time.perf_counter()
-        first_place = (step - 1) * self._setup.batch
-        prompts = [self._setup.prompts[i] for i in self._setup.order.take(first_place, self._setup.batch)]
-        learned = self._loop.run(step, prompts, first_place=first_place)
+        learned = self._loop.run(self._under_way(step), self._keep)
         sync_s, sync_bytes = self._synchronize()
         step_s = time.perf_counter() - started
         engine_bytes = self._on(self.plan.devices, Worker.engine_bytes)
         lengths, task_s = learned.lengths, learned.task_s
+        self._progress = None
         num_tokens = lengths.mean + lengths.prompt_mean
         samples = self._setup.batch * self._setup.algorithm.sampling.num_responses
         metrics = {
@@ -254,6 +256,17 @@ class LiveRuntime(Runtime):
             peak_bytes=self._on(self.plan.devices, Worker.peak_bytes),
             engine_bytes=engine_bytes,
         )
+
+    def _under_way(self, step: int) -> StepProgress:
+        """What step `step` has done by now: nothing, unless an earlier try of it failed."""
+        if self._progress is None or self._progress.step != step:
+            first_place = (step - 1) * self._setup.batch
+            places = self._setup.order.take(first_place, self._setup.batch)
+            self._progress = StepProgress(step, tuple(self._setup.prompts[i] for i in places), first_place)
+        return self._progress
+
+    def _keep(self, progress: StepProgress) -> None:
+        self._progress = progress
 
     def _operations(self) -> dict[str, tuple[float, float]]:
         """{class: (work, seconds)} of the step, summed over the workers."""

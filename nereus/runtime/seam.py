@@ -74,7 +74,7 @@ class Runtime(abc.ABC):
 
     @abc.abstractmethod
     def run_step(self, step: int) -> StepReport:
-        """Run RL step `step` (from 1)."""
+        """Run RL step `step` (from 1). Called again for the same step after an error, goes on where that stopped."""
 
     @abc.abstractmethod
     def evaluate(self) -> Mapping[str, float]:

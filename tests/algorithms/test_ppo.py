@@ -9,6 +9,7 @@ from rollout_cases import partly_masked, ragged_batch, rows_of
 
 from nereus.algorithms.advantages import KL_ESTIMATORS
 from nereus.algorithms.losses import Aggregation
+from nereus.algorithms.metrics import length_metrics, length_summary
 from nereus.algorithms.objectives import PolicyObjective, ValueObjective
 from nereus.algorithms.ppo import PPO, PPOSettings, cut_mini_batches, global_permutation
 from nereus.plan import Role
@@ -66,10 +67,11 @@ def test_without_whitening_and_penalty_the_plain_advantages_remain() -> None:
 def test_metrics_have_verl_names_and_plain_values() -> None:
     batch = ragged_batch([3, 5, 9])
     metrics = ppo().prepare(batch).metrics
-    assert metrics["response_length/mean"] == pytest.approx(17 / 3)
-    assert metrics["response_length/max"] == 9 and metrics["response_length/min"] == 3
-    assert metrics["response_length/clip_ratio"] == pytest.approx(1 / 3)
-    assert metrics["prompt_length/mean"] == 2
+    lengths = length_metrics(batch, length_summary(batch))
+    assert lengths["response_length/mean"] == pytest.approx(17 / 3)
+    assert lengths["response_length/max"] == 9 and lengths["response_length/min"] == 3
+    assert lengths["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    assert lengths["prompt_length/mean"] == 2
     assert metrics["critic/score/mean"] == batch.column("scores").mean().item()
     assert metrics["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-12)
     assert {"critic/rewards/mean", "critic/returns/max", "critic/values/min", "critic/vf_explained_var"} <= set(metrics)

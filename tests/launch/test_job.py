@@ -12,7 +12,7 @@ import torch
 from jobs import SPEC
 from runs import descendants
 
-from nereus.algorithms.loop import Scores
+from nereus.algorithms.progress import Scores
 from nereus.checkpoint.hf import init_tensors, save_folder
 from nereus.data.prompts import Prompt
 from nereus.data.reward_pool import load_reward

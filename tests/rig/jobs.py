@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from nereus.algorithms.loop import Scores
 from nereus.algorithms.ppo import PPO, PPOSettings
+from nereus.algorithms.progress import Scores
 from nereus.checkpoint.hf import init_folder
 from nereus.data.prompts import Prompt, PromptOrder
 from nereus.engines.sampling import SamplingParams

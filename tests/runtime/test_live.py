@@ -15,7 +15,7 @@ import torch
 from faulty_pool import FaultyPool, fail, flip_a_moment
 from jobs import SPEC, Rollouts, changed, gathered, judged, make_runtime, make_setup, numbers, plan_of
 
-from nereus.errors import TransitionAborted
+from nereus.errors import TransitionAborted, WorkerError
 from nereus.model import Head
 from nereus.moving.commands import BufferKey
 from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, ModelStage, Plan, Role, Stage
@@ -264,6 +264,37 @@ def test_an_aborted_transition_leaves_the_old_plan_running_and_nothing_of_the_ne
 def untouched(folder: Path) -> list[dict[str, float]]:
     """The first three steps of a job that stays as it is."""
     return run(folder, START, transitions={}, steps=3, dtype=torch.float64)[1]
+
+
+@pytest.mark.parametrize("point", [(0, "generate"), (2, "output"), (0, "update"), (2, "update")], ids=str)
+def test_a_step_that_failed_goes_on_when_it_is_run_again_and_learns_the_same(
+    folder: Path, point: tuple[int, str]
+) -> None:
+    """The second update of a role fails: the first is committed and must not be done again."""
+    plan = changed(
+        START,
+        **{
+            name.replace("-", "_"): "d1t1p1@0" for name in ("actor-generation", "actor-training", "reference-inference")
+        },
+        **{name.replace("-", "_"): "d1t1p1@2" for name in ("critic-training", "critic-inference", "reward-inference")},
+    )
+    wanted_rollouts, wanted = run(folder, plan, transitions={}, steps=2, dtype=torch.float64)
+    rollouts, pool = Rollouts(), FaultyPool(6, timeout=timedelta(seconds=60))
+
+    def the_next_fails(worker: Worker) -> None:
+        pool.faults[point] = fail
+
+    try:
+        pool.faults = {}
+        runtime = make_runtime(make_setup(folder, rollouts), plan, pool)
+        rows = [numbers(runtime.run_step(1).metrics)]
+        pool.faults[point] = the_next_fails if point[1] == "update" else fail
+        with pytest.raises(WorkerError, match="no memory"):
+            runtime.run_step(2)
+        rows.append(numbers(runtime.run_step(2).metrics))
+    finally:
+        pool.close()
+    assert rows == wanted and rollouts.responses == wanted_rollouts.responses
 
 
 def test_a_job_goes_on_after_a_transition_in_place_was_aborted_and_after_it_succeeded(folder: Path) -> None:
