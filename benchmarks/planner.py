@@ -129,8 +129,7 @@ def returned_infeasible(problem: PlanningProblem) -> bool:
     choice = search(problem)
     if not isinstance(choice, Choice):
         return False
-    settings = {m: (s.micro_batch, s.recompute) for m, s in choice.settings.items()}
-    return not price(problem, choice.plan, settings, in_turn=choice.placement is Placement.COLOCATED).feasible
+    return not price(problem, choice.plan, in_turn=choice.placement is Placement.COLOCATED).feasible
 
 
 def replan(text: str, repetition: int) -> PlanningProblem:
@@ -251,8 +250,7 @@ def agreement(problem: PlanningProblem, choice: Choice, answer: "planner_scip.An
     if answer.seconds is None:
         assert not answer.proved, "SCIP proved that nothing fits"
         return {"difference": None}
-    settings = {m: (c.micro_batch, c.recompute) for m, (c, _) in answer.chosen.items()}
-    priced = price(problem, answer.plan(problem.line), settings)
+    priced = price(problem, answer.plan(problem.line))
     assert priced.feasible, f"SCIP's plan does not fit: {priced.excess_bytes} bytes too many"
     assert math.isclose(priced.step_seconds, answer.seconds, rel_tol=TOLERANCE), "SCIP's plan takes another time"
     difference = choice.step_seconds / answer.seconds - 1

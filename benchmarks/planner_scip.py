@@ -62,7 +62,7 @@ class Answer:
 
     def plan(self, line: Line) -> Plan:
         """The best step's plan."""
-        return Plan.of({m: stage_plan(line, c, start) for m, (c, start) in self.chosen.items()})
+        return Plan.of({m: stage_plan(line, m, c, start) for m, (c, start) in self.chosen.items()})
 
 
 def solve(line: Line, tables: Tables, *, syncs: Sequence[Pair], sync_price: SyncPrice, limit_s: float) -> Answer:

@@ -217,6 +217,8 @@ class Controller:
         if isinstance(found, Infeasible):
             self._failed(step, target, found.reason)
             return 0.0
+        if found.target == current:  # with the settings that it left open
+            return 0.0
         return self._move(step, found)
 
     def _move(self, step: int, transition: Transition) -> float:

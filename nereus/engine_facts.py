@@ -2,6 +2,14 @@
 
 import enum
 
+MICRO_BATCH = 16
+"""Samples of a unit that are computed at a time where the plan does not say how many."""
+
+
+NUM_SEQS = 64
+"""Sequences that a unit decodes at a time where the plan does not say how many."""
+
+
 LOGITS_COPIES = 3
 """fp32 tensors of [loss tokens, vocabulary / tp] alive at the peak: logits, shifted logits, probabilities. An objective
 with an entropy term keeps one more."""

@@ -143,8 +143,9 @@ class StagePlan:
     micro_batch: samples of one unit computed at a time (inference, training).
     recompute: what its updates compute again (training).
     max_num_seqs: sequences one unit decodes at a time; cache_bytes: what each rank may fill with keys and values
-    (generation). A setting that is None is not said; the planner says them all, and a unit whose plan leaves one out
-    runs with the engine's own (`engine_facts.DEFAULTS`).
+    (generation). A setting that is None is not said: the planner says them all, and completes plans that others write
+    (`planner.evaluate.complete`). A unit whose plan leaves one out runs with the engine's own (`MICRO_BATCH` and
+    `NUM_SEQS` of `engine_facts`; nothing is recomputed, the cache takes what it needs).
     """
 
     layout: Layout
@@ -216,6 +217,13 @@ class StagePlan:
 
 SETTINGS = {"micro_batch": "mb", "recompute": "recompute", "max_num_seqs": "seqs", "cache_bytes": "cache"}
 """Settings of a model-stage, and how each is written after its devices."""
+
+SETTINGS_OF = {
+    Stage.GENERATION: ("max_num_seqs", "cache_bytes"),
+    Stage.INFERENCE: ("micro_batch",),
+    Stage.TRAINING: ("micro_batch", "recompute"),
+}
+"""Settings that mean something to a stage."""
 
 _BYTES = {"GB": 10**9, "MB": 10**6, "kB": 10**3, "B": 1}
 
@@ -332,6 +340,14 @@ def parse_stage_plan(text: str, *, default_devices: Iterable[int] | None = None)
     return StagePlan.of(layout, devices).with_settings(**_parse_settings(text, settings))
 
 
+def check_settings(model_stage: ModelStage, stage_plan: StagePlan) -> None:
+    """Raise PlanError where a plan says a setting that means nothing to the model-stage."""
+    for name in stage_plan.settings:
+        if name not in (known := SETTINGS_OF[model_stage.stage]):
+            valid = ", ".join(SETTINGS[other] for other in known)
+            raise PlanError(f"{model_stage}: {SETTINGS[name]} says nothing to it; its settings are {valid}")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """For each model-stage its layout, units and devices; ordered by `MODEL_STAGES`."""
@@ -349,7 +365,9 @@ class Plan:
         """A plan of `{"actor-training": "d2t2p1@0-3"}`; model-stages not named keep those of `base`."""
         merged = dict(base.stages) if base else {}
         for name, text in stages.items():
-            merged[ModelStage.parse(name)] = parse_stage_plan(text, default_devices=devices)
+            model_stage = ModelStage.parse(name)
+            merged[model_stage] = parse_stage_plan(text, default_devices=devices)
+            check_settings(model_stage, merged[model_stage])
         return cls.of(merged)
 
     def __getitem__(self, model_stage: ModelStage) -> StagePlan:
@@ -377,6 +395,11 @@ class Plan:
     def placed(self) -> "Plan":
         """The plan without settings: who holds which state."""
         return Plan(tuple((m, StagePlan(*stage_plan.placed)) for m, stage_plan in self.stages))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every model-stage says every setting that means something to it."""
+        return all(stage_plan.settings.keys() >= set(SETTINGS_OF[m.stage]) for m, stage_plan in self.stages)
 
     @property
     def takes_turns(self) -> bool:

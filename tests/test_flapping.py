@@ -7,13 +7,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from jobs import MAX_RESPONSE, SPEC, Rollouts, make_runtime, make_setup, numbers
+from jobs import MAX_RESPONSE, SPEC, Rollouts, make_runtime, make_setup, numbers, plan_of
 
 from nereus.controller import Adapting, Clock, Controller, Course
 from nereus.decide.outlook import JobShape, ModelOutlook, decider_of, recorded_decider
 from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
 from nereus.model import Head
-from nereus.plan import Plan, Role
+from nereus.plan import Role
 from nereus.planner.prices.calibration import Calibration
 from nereus.recipe.config import parse_config
 from nereus.reports.control import Requests
@@ -25,14 +25,12 @@ from nereus.supply.supply import TraceSupply
 from nereus.supply.traces import trace_of_counts
 
 NUM_DEVICES = 6
-PLAN = Plan.parse(
-    {
-        "actor-generation": "d2t1p1@0-1",
-        "actor-training": "d1t2p1@0-1",
-        "critic-training": "d1t1p2@2-3",
-        "critic-inference": "d1t1p2@2-3",
-        "reference-inference": "d1t1p1@0",
-    }
+PLAN = plan_of(
+    actor_generation="d2t1p1@0-1",
+    actor_training="d1t2p1@0-1",
+    critic_training="d1t1p2@2-3",
+    critic_inference="d1t1p2@2-3",
+    reference_inference="d1t1p1@0",
 )
 CONFIG = parse_config(
     {

@@ -17,9 +17,10 @@ def reshape(
     from nereus.reports.control import ask_reshape, parse_stages, running, target_plan
 
     found, named = running(run), parse_stages(stages)
-    target = target_plan(found, named)
+    outlook = recorded_outlook(run / "events.jsonl")
+    target = outlook.complete(target_plan(found, named))
     assert found.plan is not None
-    print(describe_move(recorded_outlook(run / "events.jsonl"), found.plan, target))
+    print(describe_move(outlook, found.plan, target))
     if not dry_run:
-        ask_reshape(run, named)
+        ask_reshape(run, {m.name: str(stage_plan) for m, stage_plan in target.stages if m.name in named})
         print("asked; events.jsonl will say what came of it")

@@ -24,7 +24,7 @@ from nereus.engine_facts import Op
 from nereus.errors import PlanError
 from nereus.model import Head, Llama3RopeScaling, ModelSpec
 from nereus.plan import Layout, ModelStage, Plan, Recompute, Role, Stage, format_devices
-from nereus.planner.evaluate import PlanPrice, price
+from nereus.planner.evaluate import PlanPrice, complete, price
 from nereus.planner.prices.calibration import Calibration
 from nereus.planner.prices.cost import ON_DEVICE, CostModel
 from nereus.planner.prices.memory import BF16, FP32, FP64, Precision
@@ -56,15 +56,13 @@ WORKER_START_S = {"cpu": 3.0, "cuda": 10.0}
 """Seconds until a new worker process has imported its libraries and answers; workers start at once. A first guess that
 measured transitions correct."""
 
-Settings = dict[ModelStage, tuple[int, Recompute]]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobShape:
     """A job as planning sees it. cluster: every device it may ever use.
 
-    limits: `space` has the micro-batch, slots and recomputation that the engine is told. Processor workers take turns
-    only where nothing else fits: how much they slow each other down is the least certain of all predictions.
+    limits: `space` has what the recipe pins of micro-batch, sequences at once and recomputation. Processor workers take
+    turns only where nothing else fits: how much they slow each other down is the least certain of all predictions.
     worker_start_s: what a transition to devices that have no worker yet takes besides moving state.
     host_bytes_per_node: host memory for units that a transition stages; None: as `DeviceTable.of` has it.
     """
@@ -85,12 +83,13 @@ class JobShape:
 
     @classmethod
     def of(cls, config: RunConfig, specs: Mapping[Role, ModelSpec], cluster: Cluster) -> "JobShape":
-        """The shape of a recipe's job on the native engine, which it tells micro-batch, slots and recomputation."""
+        """The shape of a recipe's job; settings that the recipe names are pinned, the planner chooses the others."""
+        pinned = config.trainer.recompute
         space = Space(
             paper=config.space == "paper",
-            recomputes=(Recompute(config.trainer.recompute),),
+            recomputes=tuple(Recompute) if pinned is None else (Recompute(pinned),),
             micro_batch=config.actor.ppo_micro_batch_size,
-            slots=config.rollout.max_num_seqs,
+            max_num_seqs=config.rollout.max_num_seqs,
         )
         return cls(
             workflow=config.workflow,
@@ -149,7 +148,6 @@ class ModelOutlook(Outlook):
         self.job, self.calibration = job, calibration
         self.refusal = ""
         self._frozen = calibration
-        self._settings: dict[Plan, Settings] = {}
         self._clusters: dict[tuple[int, ...], Cluster] = {}
         self._states = job.states()
         self._engine_bytes: Mapping[int, int] = {}
@@ -160,8 +158,8 @@ class ModelOutlook(Outlook):
         return Prediction(found.step_seconds, found.memory_share)
 
     def plans(self, current: Plan | None, lengths: LengthSummary, devices: Sequence[int]) -> list[Plan]:
-        """The optimum, and what it becomes when training, or all but training, keeps its layout and dp."""
-        self._settings.clear()
+        """The optimum, what it becomes when training, or all but training, keeps its layout and dp, and what is in
+        force with other settings."""
         if not devices:
             self.refusal = "there is no device"
             return []
@@ -175,32 +173,36 @@ class ModelOutlook(Outlook):
             near = search(problem, current=current, fixed=kept)
             if isinstance(near, Choice):
                 found.append(self._near(current, near.plan))
+        if current and set(current.devices) <= set(devices):
+            found.append(complete(problem, current.placed))
         return list(dict.fromkeys(found))
 
     def assess(self, current: Plan, target: Plan) -> Transition | Infeasible:
-        refusal = self._inadmissible(target)
-        if refusal:
-            return Infeasible(refusal)
+        try:
+            settled = self.complete(target)
+        except PlanError as error:
+            return Infeasible(str(error))
         return plan_transition(
             current,
-            target,
+            settled,
             states=self._states,
             table=self._table,
             rates=self._rates(),
             start_s=self.job.worker_start_s,
         )
 
-    def _inadmissible(self, target: Plan) -> str | None:
-        """Why the job, its models or its devices do not admit a plan that a recipe or a person wrote."""
+    def complete(self, plan: Plan) -> Plan:
+        """A plan that a recipe or a person wrote with every setting said: those left out suit the longest responses.
+
+        Raises PlanError where the job, its models or its devices do not admit the plan.
+        """
         have = self.job.cluster.device_ids
-        try:
-            self.job.workflow.check_plan(target)
-            for m, stage_plan in target.stages:
-                self.job.specs[m.role].check_layout(**stage_plan.layout.axes)
-        except PlanError as error:
-            return str(error)
-        unknown = sorted(set(target.devices).difference(have))
-        return f"device {format_devices(unknown)} does not exist; there are {format_devices(have)}" if unknown else None
+        self.job.workflow.check_plan(plan)
+        for m, stage_plan in plan.stages:
+            self.job.specs[m.role].check_layout(**stage_plan.layout.axes)
+        if unknown := sorted(set(plan.devices).difference(have)):
+            raise PlanError(f"device {format_devices(unknown)} does not exist; there are {format_devices(have)}")
+        return complete(self._problem(self._restricted(plan.devices), self.job.first_lengths, self.calibration), plan)
 
     def occupy(self, engine_bytes: Mapping[int, int]) -> None:
         self._engine_bytes = engine_bytes
@@ -213,7 +215,6 @@ class ModelOutlook(Outlook):
     def recluster(self, cluster: Cluster) -> None:
         self.job = dataclasses.replace(self.job, cluster=cluster)
         self._clusters.clear()
-        self._settings.clear()
         self._table = self._device_table()
 
     def learn(self, plan: Plan, report: StepReport) -> None:
@@ -271,16 +272,7 @@ class ModelOutlook(Outlook):
         )
 
     def _price(self, plan: Plan, lengths: LengthSummary, calibration: Calibration) -> PlanPrice:
-        """With the settings chosen when the plan was first priced after a replan, while they fit."""
-        problem = self._problem(self._restricted(plan.devices), lengths, calibration)
-        known = self._settings.get(plan)
-        if known is not None:
-            found = price(problem, plan, known)
-            if found.feasible:
-                return found
-        found = price(problem, plan)
-        self._settings[plan] = {m: (stage.micro_batch, stage.recompute) for m, stage in found.stages.items()}
-        return found
+        return price(self._problem(self._restricted(plan.devices), lengths, calibration), plan)
 
     def _near(self, current: Plan | None, target: Plan) -> Plan:
         """The target with its devices where they keep most of what is there."""
@@ -358,10 +350,10 @@ def recorded_outlook(events: Path) -> ModelOutlook:
 
 def describe_move(outlook: ModelOutlook, current: Plan, target: Plan) -> str:
     """What moving would take, in lines; raises PlanError where the models or the devices do not admit the target."""
-    if target == current:
-        return "that is the plan in force; nothing would move"
     found = outlook.assess(current, target)
     if isinstance(found, Infeasible):
         raise PlanError(f"this move is not possible: {found.reason}")
-    changed = [f"  {m.name}: {current.get(m)} -> {p}" for m, p in target.stages if current.get(m) != p]
+    if found.target == current:
+        return "that is the plan in force; nothing would move"
+    changed = [f"  {m.name}: {current.get(m)} -> {p}" for m, p in found.target.stages if current.get(m) != p]
     return "\n".join([f"predicted to take {found.seconds:.3f} s", *changed])

@@ -23,7 +23,7 @@ from nereus.examples.chain_sum.answers import taught_answer
 from nereus.examples.chain_sum.warm_start import Progress, WarmModels, ensure_warm_start
 from nereus.hf_config import read_model, read_stop_ids
 from nereus.model import Head, ModelSpec
-from nereus.plan import Recompute, Role
+from nereus.plan import Role
 from nereus.recipe.config import OptimizerConfig, RunConfig, check_model
 from nereus.runtime.live import JobSetup
 from nereus.runtime.worker import RoleSetup
@@ -116,9 +116,6 @@ def _roles(config: RunConfig, models: WarmModels) -> dict[Role, RoleSetup]:
             config.data.max_prompt_length + config.data.max_response_length,
             optimizer=optimizers.get(role),
             fresh_head=role is Role.CRITIC,
-            micro_batch=config.actor.ppo_micro_batch_size,
-            max_slots=config.rollout.max_num_seqs,
-            recompute=Recompute(config.trainer.recompute),
             temperature=config.rollout.temperature if not scalar and config.rollout.temperature > 0 else 1.0,
         )
     return roles

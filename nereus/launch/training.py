@@ -155,7 +155,8 @@ def _run(config: RunConfig, view: View, folder: RunFolder, recorder: _Recorder) 
         for path in (config.run.dir, *sorted({role.folder / "config.json" for role in job.setup.roles.values()})):
             pool.check_shared(path)
         outlook = job_outlook(config, job, pool.cluster)
-        plan = config.initial_plan or first_plan(outlook, supply)
+        named = config.initial_plan
+        plan = outlook.complete(named) if named else first_plan(outlook, supply)
         runtime = LiveRuntime(pool, job.setup, plan, on_operation=lambda end: progress(str(end), end.done, end.total))
         view.phase(f"starting {len(plan.devices)} workers")
         runtime.start()

@@ -331,8 +331,7 @@ def plan_problem(
 
 def price_choice(problem: PlanningProblem, choice: Choice) -> PlanPrice:
     """The price of a choice's plan under its settings: its step, by another way than the search's."""
-    settings = {m: (s.micro_batch, s.recompute) for m, s in choice.settings.items()}
-    return price(problem, choice.plan, settings, in_turn=choice.placement is Placement.COLOCATED)
+    return price(problem, choice.plan, in_turn=choice.placement is Placement.COLOCATED)
 
 
 def parse_plan(problem: PlanningProblem, text: str | Mapping[str, str], found: Choice | Refusal) -> Plan:
@@ -375,12 +374,12 @@ def tempting(problem: PlanningProblem, choice: Choice) -> list[Excluded]:
     line = problem.line
     unbounded = dataclasses.replace(problem.pricing, line=line.with_capacity(1 << 60))
     found: list[Excluded] = []
-    for m, setting in choice.settings.items():
+    for m, chosen_s in choice.stage_seconds.items():
         table = unbounded.candidates(m, in_turn=choice.placement is Placement.COLOCATED)
         row = int(table.total_seconds.argmin())
         best = table[row]
         seconds = float(table.total_seconds[row])
-        if seconds >= setting.seconds * (1 - 1e-9):
+        if seconds >= chosen_s * (1 - 1e-9):
             continue
         usable = line.max_capacity / GB
         if best.active_bytes > line.max_capacity:

@@ -1,5 +1,8 @@
 """The price of a plan someone brings: its step, its memory device by device, and whether it fits.
 
+A plan is priced under the settings it says; those it leaves out are filled in by the fastest that fit, so that what was
+priced, is printed and runs is one complete plan.
+
 Prices one candidate per model-stage, a row of the columns that the search fills, on the devices the plan names. How a
 plan's candidates share devices, memory and waves is found from the plan alone, so that a chosen plan priced here is a
 check of the search; the columns themselves are checked against plain formulas in the tests.
@@ -7,7 +10,7 @@ check of the search; the columns themselves are checked against plain formulas i
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -24,7 +27,7 @@ from nereus.planner.space.line import Line, speed_ranks
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StagePrice:
-    """A model-stage of a plan under one micro-batch and recomputation setting."""
+    """A model-stage of a plan under its settings. micro_batch: where it generates, sequences at once."""
 
     micro_batch: int
     recompute: Recompute
@@ -40,7 +43,7 @@ class StagePrice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanPrice:
-    """A plan's step and memory.
+    """A plan's step and memory. plan: with every setting said.
 
     device_bytes, capacity_bytes: peak and usable bytes by device id. excess_bytes: most by which a device is overfull.
     overlapped: generation of the next batch runs beside the other waves, on devices of its own.
@@ -73,25 +76,30 @@ class PlanPrice:
         return max(used / self.capacity_bytes[d] for d, used in self.device_bytes.items())
 
 
-def price(
-    problem: PlanningProblem,
-    plan: Plan,
-    settings: "dict[ModelStage, tuple[int, Recompute]] | None" = None,
-    *,
-    in_turn: bool | None = None,
-) -> PlanPrice:
+def price(problem: PlanningProblem, plan: Plan, *, in_turn: bool | None = None) -> PlanPrice:
     """Price a plan on its own devices; raises PlanError where the models or the cluster do not admit it.
 
-    settings: (micro-batch, recomputation) by model-stage; by default the fastest that fit, or else the leanest.
+    Settings that the plan leaves out are the fastest that fit, or else the leanest.
     in_turn: whether concurrent model-stages share devices; found from the plan by default.
     """
     check_plan(problem, plan)
-    pricer = _Pricer(problem, plan, plan.takes_turns if in_turn is None else in_turn)
-    given = settings or {}
-    held = {m: pricer.idle_bytes(m) for m in plan.model_stages} if given.keys() < set(plan.model_stages) else {}
-    stages = {m: pricer.stage(m, held, given.get(m)) for m in plan.model_stages}
+    return _price(problem, plan, plan.takes_turns if in_turn is None else in_turn)
+
+
+def complete(problem: PlanningProblem, plan: Plan) -> Plan:
+    """The plan with every setting said: its own, and where it leaves one out the fastest that fits, or the leanest.
+
+    `plan` need not be one that the planner would consider, as long as the models and the cluster have what it names.
+    """
+    return plan if plan.is_complete else _price(problem, plan, plan.takes_turns).plan
+
+
+def _price(problem: PlanningProblem, plan: Plan, in_turn: bool) -> PlanPrice:
+    pricer = _Pricer(problem, plan, in_turn)
+    held = {} if plan.is_complete else {m: pricer.idle_bytes(m) for m in plan.model_stages}
+    stages = {m: pricer.stage(m, held) for m in plan.model_stages}
     return PlanPrice(
-        plan=plan,
+        plan=Plan.of({m: _said(m, stage_plan, stages[m]) for m, stage_plan in plan.stages}),
         stages=stages,
         wave_seconds=pricer.wave_seconds(stages),
         sync_seconds=pricer.sync_seconds(),
@@ -99,6 +107,16 @@ def price(
         capacity_bytes={d: pricer.capacity[d] for d in plan.devices},
         overlapped=problem.workflow.max_staleness > 0 and generates_apart(plan),
     )
+
+
+def _said(m: ModelStage, stage_plan: StagePlan, priced: StagePrice) -> StagePlan:
+    """A model-stage's plan with the settings that it was priced under."""
+    if m.stage is Stage.TRAINING:
+        return stage_plan.with_settings(micro_batch=priced.micro_batch, recompute=priced.recompute)
+    if m.stage is Stage.INFERENCE:
+        return stage_plan.with_settings(micro_batch=priced.micro_batch)
+    cache_bytes = stage_plan.cache_bytes or priced.memory.active["kv_cache"]
+    return stage_plan.with_settings(max_num_seqs=priced.micro_batch, cache_bytes=cache_bytes)
 
 
 def generates_apart(plan: Plan) -> bool:
@@ -194,37 +212,51 @@ class _Pricer:
         )  # fmt: skip
 
     def _settings(self, m: ModelStage) -> Iterator[tuple[int, Recompute]]:
+        """(micro-batch, recomputation) that the plan says; of what it leaves out everything there is."""
         unit = -(-samples_shared(self.problem, m) // self.plan[m].dp)
-        space = self.problem.limits.space
-        for recompute in space.recomputes if m.stage is Stage.TRAINING else (Recompute.NONE,):
-            for micro_batch in space.micro_batches(m.stage, unit):
+        space, said = self.problem.limits.space, self.plan[m]
+        size = said.max_num_seqs if m.stage is Stage.GENERATION else said.micro_batch
+        recomputes = space.recomputes if said.recompute is None else (said.recompute,)
+        for recompute in recomputes if m.stage is Stage.TRAINING else (Recompute.NONE,):
+            for micro_batch in space.micro_batches(m.stage, unit) if size is None else (size,):
                 yield micro_batch, recompute
+
+    def _at_once(self, m: ModelStage, micro_batch: int) -> int:
+        """Of so many sequences those for which the plan's cache has room at their longest; else the micro-batch."""
+        room = self.plan[m].cache_bytes
+        if m.stage is not Stage.GENERATION or room is None:
+            return micro_batch
+        needed = self.memory(m, micro_batch, Recompute.NONE).active["kv_cache"]
+        return micro_batch if needed <= room else max(1, micro_batch * room // needed)
 
     def idle_bytes(self, m: ModelStage) -> int:
         """Most bytes the model-stage may hold while others run, over its settings."""
         return max(self.memory(m, *setting).idle_bytes for setting in self._settings(m))
 
-    def stage(self, m: ModelStage, held: dict[ModelStage, int], setting: tuple[int, Recompute] | None) -> StagePrice:
-        """The model-stage under `setting`, or the fastest that fits beside what others hold, or else alone."""
-        shares = self.plan.shares_weights(m) is not None
-        if setting is not None:
-            return StagePrice(*setting, self.cost(m, *setting), self.memory(m, *setting), shares)
+    def stage(self, m: ModelStage, held: dict[ModelStage, int]) -> StagePrice:
+        """The model-stage under its settings: the fastest that fit beside what others hold, or else alone."""
+        tried = list(self._settings(m))
+        best = tried[0] if len(tried) == 1 else self._best(m, held, tried)
+        runs = self._at_once(m, best[0]), best[1]
+        return StagePrice(*best, self.cost(m, *runs), self.memory(m, *runs), self.plan.shares_weights(m) is not None)
+
+    def _best(
+        self, m: ModelStage, held: dict[ModelStage, int], settings: Sequence[tuple[int, Recompute]]
+    ) -> tuple[int, Recompute]:
         room = min(
             self.capacity[d] - sum(held[o] for o, members in self.members.items() if o != m and d in members)
             for d in self.members[m]
         )
         alone = min(self.capacity[d] for d in self.members[m])
-        best: tuple[float, float, tuple[int, Recompute]] | None = None
-        for tried in self._settings(m):
-            needed = self.memory(m, *tried).active_bytes
-            if needed <= alone:
-                rank = (0.0 if needed <= room else 1.0, self.cost(m, *tried).seconds, tried)
-            else:
-                rank = (2.0, float(needed), tried)
-            if best is None or rank[:2] < best[:2]:
-                best = rank
-        assert best is not None
-        return StagePrice(*best[2], self.cost(m, *best[2]), self.memory(m, *best[2]), shares)
+
+        def rank(setting: tuple[int, Recompute]) -> tuple[float, float]:
+            runs = self._at_once(m, setting[0]), setting[1]
+            needed = self.memory(m, *runs).active_bytes
+            if needed > alone:
+                return 2.0, float(needed)
+            return 0.0 if needed <= room else 1.0, self.cost(m, *runs).seconds
+
+        return min(settings, key=rank)
 
     def wave_seconds(self, stages: dict[ModelStage, StagePrice]) -> tuple[float, ...]:
         """Each wave: its most loaded device. `sharing` has the sets of model-stages that meet on some device."""

@@ -140,7 +140,8 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How responses are sampled. `max_num_seqs`: sequences one generation unit decodes at a time."""
+    """How responses are sampled. `max_num_seqs`: sequences one generation unit decodes at a time; by default the
+    planner chooses."""
 
     engine: Literal["native"] = "native"
     n: Count = 1
@@ -148,7 +149,7 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     stop_token_ids: tuple[Whole, ...] = ()
-    max_num_seqs: Count = 64
+    max_num_seqs: Count | None = None
 
 
 class AlgorithmConfig(Section):
@@ -177,7 +178,8 @@ class OptimizerConfig(Section):
 
 
 class ActorConfig(OptimizerConfig):
-    """`ppo_mini_batch_size` counts prompts, as in verl; `ppo_micro_batch_size` samples of one unit at a time.
+    """`ppo_mini_batch_size` counts prompts, as in verl; `ppo_micro_batch_size` samples of one unit at a time, by
+    default as the planner chooses.
 
     `clip_ratio_low` and `clip_ratio_high` replace `clip_ratio` on their side of 1; `clip_ratio_c` bounds the loss where
     the advantage is negative.
@@ -185,7 +187,7 @@ class ActorConfig(OptimizerConfig):
 
     lr: Positive = 1e-6
     ppo_mini_batch_size: Count = 16
-    ppo_micro_batch_size: Count = 16
+    ppo_micro_batch_size: Count | None = None
     ppo_epochs: Count = 1
     clip_ratio: Positive = 0.2
     clip_ratio_low: Positive | None = None
@@ -238,7 +240,7 @@ class TrainerConfig(Section):
     """`critic_warmup`: the actor starts to learn after so many steps. `val_every` 0: only before and after the run.
 
     `recompute`: what updates compute again instead of keeping it, to need less memory: norms and activations
-    (`selective`) or whole layers (`full`).
+    (`selective`) or whole layers (`full`); by default the planner chooses.
     """
 
     steps: Count = 20
@@ -247,7 +249,7 @@ class TrainerConfig(Section):
     val_samples: Count = 200
     critic_warmup: Whole = 0
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] | None = None
 
 
 class ClusterConfig(Section):
@@ -470,7 +472,7 @@ def check_model(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> None:
     plans = {"plan": config.plan} | {f"transitions.{i}.plan": t.plan for i, t in enumerate(config.transitions)}
     for key, stages in plans.items():
         for name, text in stages.items():
-            layout = parse_shape(text.partition("@")[0])[1]
+            layout = parse_shape(text.partition("/")[0].partition("@")[0])[1]
             try:
                 specs[ModelStage.parse(name).role].check_layout(**layout.axes)
             except PlanError as error:

@@ -20,6 +20,7 @@ from nereus.algorithms.types import OutputKind
 from nereus.checkpoint.hf import load_unit
 from nereus.checkpoint.store import Manifest, SavedState, restore_rank, save_rank
 from nereus.comm.groups import BackendName, connect_store
+from nereus.engine_facts import MICRO_BATCH, NUM_SEQS
 from nereus.engines.gauge import MemoryGauge
 from nereus.engines.generate import Generator
 from nereus.engines.infer import score
@@ -44,9 +45,7 @@ class RoleSetup:
     """What a role of the job is.
 
     folder: HF folder its weights start from; fresh_head: its scalar head is new.
-    micro_batch: samples of one unit computed at a time; max_slots: sequences one unit decodes at a time;
-    max_tokens: longest prompt and response together; temperature: what logits are divided by; recompute: what updates
-    compute again.
+    max_tokens: longest prompt and response together; temperature: what logits are divided by.
     """
 
     spec: ModelSpec
@@ -55,15 +54,12 @@ class RoleSetup:
     max_tokens: int
     optimizer: AdamW | None = None
     fresh_head: bool = False
-    micro_batch: int = 16
-    max_slots: int = 64
     temperature: float = 1.0
-    recompute: Recompute = Recompute.NONE
 
 
 @dataclasses.dataclass(slots=True)
 class Seat:
-    """A device's place in one model-stage under one epoch.
+    """A device's place in one model-stage under one epoch. stage_plan: with its settings.
 
     Engines are made when first used, and dropped when the state goes that they were made on.
     """
@@ -178,7 +174,7 @@ class Worker:
                 seat.inference_model(),
                 tp=seat.groups.tp,
                 pp=seat.groups.pp,
-                max_slots=seat.stage_plan.max_num_seqs or seat.setup.max_slots,
+                max_slots=seat.stage_plan.max_num_seqs or NUM_SEQS,
                 max_length=seat.setup.max_tokens,
                 cache_bytes=seat.stage_plan.cache_bytes,
             )
@@ -192,8 +188,8 @@ class Worker:
         seat = self._seat(epoch, model_stage)
         model = seat.inference_model()
         pipeline = Pipeline(model, seat.groups.pp)
-        setup, local = seat.setup, batch.to(self._settings.device)
-        result = score(model, pipeline, local, kind, micro_batch=setup.micro_batch, temperature=setup.temperature)
+        local, micro_batch = batch.to(self._settings.device), seat.stage_plan.micro_batch or MICRO_BATCH
+        result = score(model, pipeline, local, kind, micro_batch=micro_batch, temperature=seat.setup.temperature)
         return result.cpu() if result is not None and seat.reports else None
 
     def update(self, epoch: int, model_stage: ModelStage, batch: RolloutBatch, objective: Objective) -> UpdateResult:
@@ -205,12 +201,13 @@ class Worker:
                 seat.state,
                 seat.groups,
                 seat.setup.optimizer,
-                recompute=seat.setup.recompute,
+                recompute=seat.stage_plan.recompute or Recompute.NONE,
                 temperature=seat.setup.temperature,
             )
             seat.trainer.model.meter = seat.meter
         try:
-            return seat.trainer.update(batch.to(self._settings.device), objective, micro_batch=seat.setup.micro_batch)
+            micro_batch = seat.stage_plan.micro_batch or MICRO_BATCH
+            return seat.trainer.update(batch.to(self._settings.device), objective, micro_batch=micro_batch)
         except UpdateAborted as error:
             raise UpdateAborted(f"worker {self.device}, update of {model_stage}: {error}") from error
 

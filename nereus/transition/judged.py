@@ -15,7 +15,8 @@ class Transition:
     """One way from a plan to another, with what it rests on and what it is predicted to take.
 
     table, rates: the devices and speeds that the DAG was ordered for; the way back from an abort uses the table too.
-    move_s: from the first operation to the last; start_s: until workers that do not run yet answer, before it.
+    move_s: from the first operation until every device has joined its groups, which is all that a change of settings
+    takes; start_s: until workers that do not run yet answer, before it.
     lost: devices whose state it does not read.
     """
 
@@ -66,4 +67,5 @@ def plan_transition(
     if isinstance(dag, Infeasible):
         return dag
     starts = not set(target.devices) <= set(current.devices)
-    return Transition(dag, table, rates, transition_seconds(dag, rates), start_s if starts else 0.0, dead)
+    move_s = max(transition_seconds(dag, rates), rates.setup_s if target != current else 0.0)
+    return Transition(dag, table, rates, move_s, start_s if starts else 0.0, dead)

@@ -12,7 +12,7 @@ from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
 from nereus.decide.ruling import Action, supply_event
 from nereus.model import ModelSpec
 from nereus.plan import ACTOR_TRAINING, Layout, Plan, Recompute, Role, Stage
-from nereus.planner.evaluate import price
+from nereus.planner.evaluate import complete, price
 from nereus.planner.prices.calibration import Calibration
 from nereus.planner.search.optimum import search
 from nereus.planner.workload import LengthSummary
@@ -31,7 +31,7 @@ RECIPE = {
         "train_batch_size": 32, "max_prompt_length": 32, "max_response_length": 64,
     },
     "actor": {"ppo_mini_batch_size": 8, "ppo_micro_batch_size": 8},
-    "rollout": {"n": 2},
+    "rollout": {"n": 2, "max_num_seqs": 64},
     "reward": {"function": "nereus.data.rewards:exact_answer"},
     "warm_start": {"steps": 1},
     "cluster": {"workers": 6},
@@ -61,10 +61,12 @@ def test_a_prediction_is_the_planner_s_price_of_the_engine_s_settings():
     own = outlook()
     problem = own._problem(CLUSTER.restricted(CONFIG.initial_plan.devices), LENGTHS, own.calibration)
     told = {
-        m: (CONFIG.rollout.max_num_seqs if m.stage is Stage.GENERATION else 8, Recompute.NONE)
-        for m in CONFIG.initial_plan.model_stages
+        Stage.GENERATION: {"max_num_seqs": 64},
+        Stage.INFERENCE: {"micro_batch": 8},
+        Stage.TRAINING: {"micro_batch": 8, "recompute": Recompute.NONE},
     }
-    expected = price(problem, CONFIG.initial_plan, told)
+    plan = Plan.of({m: stage_plan.with_settings(**told[m.stage]) for m, stage_plan in CONFIG.initial_plan.stages})
+    expected = price(problem, plan)
     assert found.step_s == expected.step_seconds and found.memory_share == expected.memory_share
     assert 0 < found.memory_share < 1
 
@@ -78,13 +80,15 @@ def test_the_recipe_s_recomputation_is_priced_and_no_other_is_searched(recompute
         {} if recompute is Recompute.NONE else {"actor-training": recompute, "critic-training": recompute}
     )
     found = search(problem)
-    assert {s.recompute for m, s in found.settings.items() if m.stage is Stage.TRAINING} == {recompute}
+    assert {p.recompute for m, p in found.plan.stages if m.stage is Stage.TRAINING} == {recompute}
 
 
 def test_no_other_micro_batch_or_slots_than_the_recipe_s_are_searched():
-    own = outlook(rollout={"max_num_seqs": 3})
+    own = outlook(rollout={"n": 2, "max_num_seqs": 3})
     found = search(own._problem(CLUSTER, LENGTHS, own.calibration))
-    assert {(m.stage is Stage.GENERATION, s.micro_batch) for m, s in found.settings.items()} == {(True, 3), (False, 8)}
+    assert {(m.stage is Stage.GENERATION, p.max_num_seqs, p.micro_batch) for m, p in found.plan.stages} == {
+        (True, 3, None), (False, None, 8)
+    }  # fmt: skip
 
 
 def test_plans_lie_on_the_given_devices_and_the_first_is_no_slower_than_a_poor_one():
@@ -106,7 +110,7 @@ def test_no_devices_give_no_plan_and_a_reason():
 
 def test_moving_nowhere_is_free_and_moving_somewhere_takes_time():
     own = outlook()
-    current = CONFIG.initial_plan
+    current = own.complete(CONFIG.initial_plan)
     inside = Plan.parse({"actor-training": "d2t1p2@0-3"}, base=current)
     outside = Plan.parse({"actor-training": "d2t1p2@0-1,4-5"}, base=current)
     assert own.assess(current, current).seconds == 0.0
@@ -248,3 +252,35 @@ def test_a_run_on_real_prices_adapts_and_replays_bit_for_bit(tmp_path):
     urgent = [r for r in rulings if r.verdict and r.verdict.name == "urgent"]
     assert [r.step for r in urgent] == [12]
     assert any(r.action is Action.MOVE and r.verdict.name == "admit" for r in rulings)
+
+
+def test_a_plan_is_completed_once_and_what_is_priced_is_what_is_judged():
+    own = outlook(actor={"ppo_mini_batch_size": 8}, rollout={"n": 2})
+    plan = own.complete(CONFIG.initial_plan)
+    assert plan.is_complete and plan.placed == CONFIG.initial_plan
+    assert own.complete(plan) == plan == own.assess(CONFIG.initial_plan, CONFIG.initial_plan).target
+    kept = Plan.parse({"actor-training": "d1t1p2@0-1/mb=3/recompute=full"}, base=CONFIG.initial_plan)
+    assert str(own.complete(kept)[ACTOR_TRAINING]) == "d1t1p2@0-1/mb=3/recompute=full"
+
+
+def test_a_change_of_settings_alone_takes_as_long_as_joining_groups():
+    own = outlook()
+    current = own.complete(CONFIG.initial_plan)
+    found = own.assess(current, Plan.parse({"actor-training": "d1t1p2@0-1/mb=3/recompute=full"}, base=current))
+    assert not found.dag.operations and found.bytes_moved == 0
+    assert found.seconds == found.rates.setup_s > 0
+
+
+def test_a_plan_that_outgrows_its_memory_is_first_offered_other_settings_in_its_place():
+    """Longer responses at fixed layouts: a smaller micro-batch, recomputation or fewer sequences at once fit again."""
+    devices = tuple(dataclasses.replace(device, memory_bytes=24_000_000) for device in CLUSTER.devices)
+    config = parse_config(RECIPE | {"actor": {"ppo_mini_batch_size": 8}, "rollout": {"n": 2}})
+    own = ModelOutlook(JobShape.of(config, SPECS, dataclasses.replace(CLUSTER, devices=devices)), Calibration())
+    short, long = LengthSummary(4.0, 8.0, 10.0, 20.0), LengthSummary(48.0, 60.0, 64.0, 20.0)
+    plan = complete(own._problem(own.job.cluster, short, own.calibration), CONFIG.initial_plan)
+    assert own.predict(plan, short).memory_share <= 1 < own.predict(plan, long).memory_share
+    offered = [target for target in own.plans(plan, long, range(6)) if own.predict(target, long).memory_share <= 1]
+    (settled,) = [target for target in offered if target.placed == plan.placed]
+    leaner = [m for m, p in settled.stages if m.stage is Stage.TRAINING and (p.micro_batch, p.recompute) != (
+        plan[m].micro_batch, plan[m].recompute)]  # fmt: skip
+    assert leaner, "training was to need less"

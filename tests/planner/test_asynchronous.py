@@ -42,8 +42,7 @@ def test_a_plan_that_shares_the_generating_devices_takes_turns():
     choice = search(problem)
     shared = search(problem_for("llama-3.2-1b", "1x4xh100", algorithm="grpo", batch=64))
     assert ACTOR_GENERATION in shared.plan and not generates_apart(shared.plan)
-    settings = {m: (s.micro_batch, s.recompute) for m, s in shared.settings.items()}
-    priced = price(problem, shared.plan, settings)
+    priced = price(problem, shared.plan)
     assert not priced.overlapped
     assert math.isclose(priced.step_seconds, shared.step_seconds, rel_tol=1e-9)
     assert choice.step_seconds <= shared.step_seconds

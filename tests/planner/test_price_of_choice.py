@@ -38,8 +38,9 @@ def test_the_step_of_a_choice_is_the_price_of_its_plan(seed, mixed):
         priced = price_choice(problem, choice)
         assert priced.feasible
         assert math.isclose(priced.step_seconds, choice.step_seconds, rel_tol=1e-9)
-        for m, setting in choice.settings.items():
-            assert priced.stages[m].cost.seconds <= setting.seconds * (1 + 1e-9)
+        for m, seconds in choice.stage_seconds.items():
+            assert priced.stages[m].cost.seconds <= seconds * (1 + 1e-9)
+        assert priced.plan == choice.plan
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

@@ -64,8 +64,7 @@ def test_scip_and_search_agree_on_whole_problems(seed):
     assert answer.proved
     if isinstance(choice, Choice) and choice.placement is Placement.FREE:
         assert answer.seconds == pytest.approx(choice.step_seconds, rel=1e-6)
-        settings = {m: (c.micro_batch, c.recompute) for m, (c, _) in answer.chosen.items()}
-        priced = price(problem, answer.plan(problem.line), settings)
+        priced = price(problem, answer.plan(problem.line))
         assert priced.feasible
         assert priced.step_seconds == pytest.approx(answer.seconds, rel=1e-6)
     else:

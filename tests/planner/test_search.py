@@ -100,8 +100,8 @@ def test_a_choice_costs_what_its_plan_costs_and_fits():
         if not isinstance(choice, Choice):
             continue
         chosen += 1
-        settings = {m: (s.micro_batch, s.recompute) for m, s in choice.settings.items()}
-        priced = price(problem, choice.plan, settings, in_turn=choice.placement == "colocated")
+        assert choice.plan.is_complete
+        priced = price(problem, choice.plan, in_turn=choice.placement == "colocated")
         assert priced.feasible, seed
         assert priced.step_seconds <= choice.step_seconds * (1 + 1e-9), seed
         if len(problem.cluster.nodes) == 1:

@@ -75,8 +75,6 @@ def make_setup(
             max_tokens=24,
             optimizer=AdamW(functools.partial(_rate, peak=3e-3 if role is Role.ACTOR else 1e-2)) if trains else None,
             fresh_head=role is Role.CRITIC,
-            micro_batch=2,
-            max_slots=4,
         )
     prompts = tuple(Prompt(i, tuple(5 + (i * k) % 50 for k in range(1, 3 + i % 7)), f"{i}", "", "") for i in range(20))
     return JobSetup(
@@ -176,13 +174,21 @@ def _state(worker: Worker, epoch: int, holder: ModelStage) -> RankState:
 
 
 def plan_of(**stages: str) -> Plan:
-    """A plan of `actor_training="d1t2p1@0-1"` and so on."""
-    return Plan.parse({name.replace("_", "-"): text for name, text in stages.items()})
+    """A plan of `actor_training="d1t2p1@0-1"` and so on, with small settings where it names none."""
+    return Plan.parse(_settled(stages))
 
 
 def changed(plan: Plan, **stages: str) -> Plan:
     """The plan with some model-stages moved."""
-    return Plan.parse({name.replace("_", "-"): text for name, text in stages.items()}, base=plan)
+    return Plan.parse(_settled(stages), base=plan)
+
+
+def _settled(stages: Mapping[str, str]) -> dict[str, str]:
+    """Two samples computed, four sequences decoded at a time: a unit's share takes several rounds."""
+    return {
+        name.replace("_", "-"): text if "/" in text else f"{text}/{'seqs=4' if 'generation' in name else 'mb=2'}"
+        for name, text in stages.items()
+    }
 
 
 def numbers(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from jobs import SPEC, Rollouts, changed, gathered, judged, make_runtime, make_s
 from nereus.errors import TransitionAborted, WorkerError
 from nereus.model import Head
 from nereus.moving.commands import BufferKey
-from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, ModelStage, Plan, Role, Stage
+from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, ModelStage, Plan, Recompute, Role, Stage
 from nereus.runtime.thread_pool import ThreadPool
 from nereus.runtime.worker import Worker
 from nereus.shards.boxes import flat_numel
@@ -134,6 +134,44 @@ def test_twelve_steps_with_four_transitions_learn_what_an_untouched_run_learns(
     if dtype == torch.float64:
         assert rollouts.responses == still_rollouts.responses
         assert difference <= 1e-9, where
+
+
+def test_other_settings_take_effect_without_moving_state_and_change_no_result(folder: Path) -> None:
+    """Micro-batch, recomputation and sequences at once change between two steps, where everything is."""
+    other = Plan.of(
+        {
+            m: stage_plan.with_settings(max_num_seqs=7, cache_bytes=1 << 20)
+            if m.stage is Stage.GENERATION
+            else stage_plan.with_settings(
+                micro_batch=1, recompute=Recompute.FULL if m.stage is Stage.TRAINING else stage_plan.recompute
+            )
+            for m, stage_plan in START.stages
+        }
+    )
+    rollouts, rows = run(folder, START, transitions={2: other}, steps=3, dtype=torch.float64)
+    still_rollouts, still_rows = run(folder, START, transitions={}, steps=3, dtype=torch.float64)
+    difference, where = worst(rows, still_rows)
+    assert rollouts.responses == still_rollouts.responses
+    assert difference <= 1e-9, where
+
+
+def test_a_seat_computes_with_the_settings_of_its_plan(folder: Path, pool: ThreadPool) -> None:
+    setup = make_setup(folder, Rollouts())
+    runtime = make_runtime(setup, START, pool)
+    for target in (START, changed(START, actor_training="d2t1p1@0-1/mb=1/recompute=full")):
+        if target != runtime.plan:
+            report = runtime.transition(judged(runtime, setup, target))
+            assert not report.operations and report.bytes_moved == 0
+        runtime.run_step(1)
+        found = pool.call(0, _recomputes, runtime.run_step(2).epoch).result(30)
+        assert found is (target[ACTOR_TRAINING].recompute or Recompute.NONE)
+    runtime.close()
+
+
+def _recomputes(worker: Worker, epoch: int) -> Recompute:
+    trainer = worker._seats[epoch, ACTOR_TRAINING].trainer
+    assert trainer is not None
+    return trainer.model.recompute
 
 
 def test_copies_across_nodes_and_shares_that_do_not_divide_change_nothing(folder: Path) -> None:

@@ -4,23 +4,19 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from jobs import Rollouts, make_runtime, make_setup
+from jobs import Rollouts, changed, make_runtime, make_setup, plan_of
 
 from nereus.plan import Plan
 from nereus.runtime.thread_pool import ThreadPool
 
-PLAN = Plan.parse(
-    {
-        "actor-generation": "d2t1p1@0-1",
-        "actor-training": "d1t2p1@0-1",
-        "critic-training": "d1t1p2@2-3",
-        "critic-inference": "d1t1p2@2-3",
-        "reference-inference": "d1t1p1@0",
-    }
+PLAN = plan_of(
+    actor_generation="d2t1p1@0-1",
+    actor_training="d1t2p1@0-1",
+    critic_training="d1t1p2@2-3",
+    critic_inference="d1t1p2@2-3",
+    reference_inference="d1t1p1@0",
 )
-ELSEWHERE = Plan.parse(
-    {"actor-training": "d3t1p1@1-3", "critic-training": "d1t2p1@4-5", "critic-inference": "d1t1p1@0"}, base=PLAN
-)
+ELSEWHERE = changed(PLAN, actor_training="d3t1p1@1-3", critic_training="d1t2p1@4-5", critic_inference="d1t1p1@0")
 
 
 def run(root: Path, *, pauses: dict[int, Plan]) -> tuple[Rollouts, list[dict[str, float]]]:

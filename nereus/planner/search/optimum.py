@@ -13,8 +13,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from nereus.plan import Layout, ModelStage, Plan, Recompute, StagePlan
+from nereus.plan import Layout, ModelStage, Plan, Recompute, Stage, StagePlan
 from nereus.planner.placement import Placement
+from nereus.planner.prices.memory import stage_memory
 from nereus.planner.problem import PlanningProblem
 from nereus.planner.search.bounds import Bounds, step_of
 from nereus.planner.search.branch_and_bound import Combiner
@@ -39,24 +40,10 @@ BUDGET = 4000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Setting:
-    """How a model-stage runs within its layout, and what the planner expects of it.
-
-    seconds: of its tasks in one step. shares_weights: uses the parameters of its role's training model-stage.
-    """
-
-    micro_batch: int
-    recompute: Recompute
-    seconds: float
-    active_bytes: int
-    idle_bytes: int
-    shares_weights: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """A plan with its predicted step.
+    """A complete plan with its predicted step.
 
+    stage_seconds: of each model-stage's tasks, as the search counted them.
     wave_seconds: the parts of the critical path, wave after wave. sync_seconds: weight synchronizations at its end.
     idle_devices: devices of the cluster that the plan leaves without work.
     gap: share by which a faster plan might undercut this one at most; 0 where it is proven the fastest.
@@ -64,7 +51,7 @@ class Choice:
     """
 
     plan: Plan
-    settings: dict[ModelStage, Setting]
+    stage_seconds: dict[ModelStage, float]
     wave_seconds: tuple[float, ...]
     sync_seconds: dict[tuple[ModelStage, ModelStage], float]
     placement: Placement
@@ -289,11 +276,12 @@ def _choice(
     """The combination as a plan of device ids, placed near the current one."""
     line = problem.line
     spans = nearest_spans(line, found, placement, current) if current else found.spans
-    plan = Plan.of({m: stage_plan(line, c, spans[m][0]) for m, c in found.chosen.items()})
+    stages = {m: stage_plan(line, m, c, spans[m][0]) for m, c in found.chosen.items()}
+    plan = Plan.of({m: _with_cache(problem, m, placed) for m, placed in stages.items()})
     used = set(plan.devices)
     return Choice(
         plan=plan,
-        settings={m: _setting(c, m in found.shared) for m, c in found.chosen.items()},
+        stage_seconds={m: sum(c.wave_seconds) for m, c in found.chosen.items()},
         wave_seconds=found.wave_seconds,
         sync_seconds=found.sync_seconds,
         placement=placement,
@@ -303,17 +291,23 @@ def _choice(
     )
 
 
-def stage_plan(line: Line, candidate: Candidate, start: int) -> StagePlan:
-    """A candidate on the block that starts at a position of the line."""
-    return StagePlan.of(candidate.layout, line.groups(start, candidate.grain, candidate.num_groups))
+def stage_plan(line: Line, model_stage: ModelStage, candidate: Candidate, start: int) -> StagePlan:
+    """A candidate on the block that starts at a position of the line, with the settings that it was priced under."""
+    placed = StagePlan.of(candidate.layout, line.groups(start, candidate.grain, candidate.num_groups))
+    if model_stage.stage is Stage.GENERATION:
+        return placed.with_settings(max_num_seqs=candidate.micro_batch)
+    if model_stage.stage is Stage.TRAINING:
+        return placed.with_settings(micro_batch=candidate.micro_batch, recompute=candidate.recompute)
+    return placed.with_settings(micro_batch=candidate.micro_batch)
 
 
-def _setting(candidate: Candidate, shares_weights: bool) -> Setting:
-    return Setting(
-        micro_batch=candidate.micro_batch,
-        recompute=candidate.recompute,
-        seconds=sum(candidate.wave_seconds),
-        active_bytes=candidate.shared_active_bytes if shares_weights else candidate.active_bytes,
-        idle_bytes=candidate.shared_idle_bytes if shares_weights else candidate.idle_bytes,
-        shares_weights=shares_weights,
-    )
+def _with_cache(problem: PlanningProblem, m: ModelStage, chosen: StagePlan) -> StagePlan:
+    """Where it generates: with the bytes that its sequences at once were priced to need of a rank's cache."""
+    if m.stage is not Stage.GENERATION:
+        return chosen
+    assert chosen.max_num_seqs is not None
+    memory = stage_memory(
+        m, problem.specs[m.role], chosen.layout, dp=chosen.dp, workload=problem.workload,
+        micro_batch=chosen.max_num_seqs, recompute=Recompute.NONE, precision=problem.precision,
+    )  # fmt: skip
+    return chosen.with_settings(cache_bytes=memory.active["kv_cache"])

@@ -16,14 +16,14 @@ class Space:
     paper: tp and pp powers of two, and only dp and micro-batches that divide the batch. Otherwise tp is any divisor
     of the query heads up to a node, pp any number up to the layers, dp any count that gives the fullest unit fewer
     samples than every smaller count does, the micro-batch a power of two or all samples of a unit.
-    recomputes: of training; a job whose engine is told one has that alone. micro_batch, slots: of training and forward
-    passes, and of generation, where the engine is told one; None where they are free.
+    recomputes: of training. micro_batch, max_num_seqs: the only one of training and inference, and of generation, where
+    the user wants one; None where the planner chooses.
     """
 
     paper: bool = False
     recomputes: tuple[Recompute, ...] = tuple(Recompute)
     micro_batch: int | None = None
-    slots: int | None = None
+    max_num_seqs: int | None = None
 
     def layouts(self, spec: ModelSpec, line: Line) -> tuple[tuple[int, int], ...]:
         """(tp, pp) pairs that the model and the line admit."""
@@ -41,10 +41,10 @@ class Space:
         return sorted(found)
 
     def micro_batches(self, stage: Stage, samples: int) -> list[int]:
-        """Micro-batch sizes (for generation, slots) of a unit with so many samples."""
-        told = self.slots if stage is Stage.GENERATION else self.micro_batch
-        if told is not None:
-            return [told]
+        """Micro-batch sizes (for generation, sequences at once) of a unit with so many samples."""
+        pinned = self.max_num_seqs if stage is Stage.GENERATION else self.micro_batch
+        if pinned is not None:
+            return [pinned]
         powers = [1 << i for i in range(samples.bit_length()) if 1 << i < samples]
         if self.paper:
             powers = [size for size in powers if samples % size == 0]
