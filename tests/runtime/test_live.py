@@ -163,7 +163,7 @@ def test_a_seat_computes_with_the_settings_of_its_plan(folder: Path, pool: Threa
             report = runtime.transition(judged(runtime, setup, target))
             assert not report.operations and report.bytes_moved == 0
         runtime.run_step(1)
-        found = pool.call(0, _recomputes, runtime.run_step(2).epoch).result(30)
+        found = pool.call(0, _recomputes, runtime.run_step(2).plan_epoch).result(30)
         assert found is (target[ACTOR_TRAINING].recompute or Recompute.NONE)
     runtime.close()
 
