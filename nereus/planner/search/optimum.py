@@ -15,7 +15,7 @@ import numpy as np
 
 from nereus.plan import Layout, ModelStage, Plan, Recompute, Stage, StagePlan
 from nereus.planner.placement import Placement
-from nereus.planner.prices.memory import stage_memory
+from nereus.planner.prices.footprints import stage_memory
 from nereus.planner.problem import PlanningProblem
 from nereus.planner.search.bounds import Bounds, step_of
 from nereus.planner.search.branch_and_bound import Combiner
