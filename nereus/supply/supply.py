@@ -14,7 +14,7 @@ import dataclasses
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,10 @@ class Announcement:
     devices: tuple[int, ...]
     deadline_s: float
     leaving: bool = True
+
+    def without(self, devices: Collection[int]) -> "Announcement":
+        """The same of the other devices."""
+        return dataclasses.replace(self, devices=tuple(device for device in self.devices if device not in devices))
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"devices": list(self.devices)}
@@ -68,19 +72,23 @@ class SupplyView:
 
 
 class Supply(abc.ABC):
-    """Says which devices a job may use.
+    """Says which devices a job may use. `StaticSupply` is the fake for tests.
 
-    `at` is called at every boundary with seconds since the run started, never decreasing; the answer to one time may
-    be asked for again. It raises DataError where its source cannot be read.
+    `at` is called before every step, and again and again while a job is paused, from one thread, with seconds since the
+    run started that never decrease; before the run it may be asked for time 0. What it returns is a value: only the
+    answer to a later time may differ. A device that is absent from a view is left before the next step; until then its
+    state can still be read. One that is announced to leave is in the view until it does, and may be announced more than
+    once: the first deadline counts. DataError is raised where the source cannot be read; a source that may be away and
+    does not answer leaves the view as it was.
     """
 
     @abc.abstractmethod
     def at(self, time_s: float) -> SupplyView:
-        """The devices at a time, and what is announced then."""
+        """The devices at a time, and what is announced then; called from the main path, so it answers in seconds."""
 
 
 class StaticSupply(Supply):
-    """The same devices for ever, or a list of views by the time they begin (from 0): the fake for tests."""
+    """The same devices for ever, or a list of views by the time they begin (from 0)."""
 
     def __init__(self, devices: Iterable[int], *, later: Sequence[tuple[float, SupplyView]] = ()) -> None:
         self._views = [(0.0, SupplyView(tuple(sorted(devices)))), *later]
@@ -158,8 +166,9 @@ class NoticedSupply(Supply):
         for device in left:
             if device in self._due_s:
                 by_time.setdefault(self._due_s[device], []).append(device)
-        announced = [Announcement(tuple(devices), due_s - time_s) for due_s, devices in sorted(by_time.items())]
-        return SupplyView(tuple(left), (*under.announced, *announced))
+        noticed = [Announcement(tuple(devices), due_s - time_s) for due_s, devices in sorted(by_time.items())]
+        under_left = [a.without(set(under.devices) - set(left)) for a in under.announced]
+        return SupplyView(tuple(left), (*(a for a in under_left if a.devices), *noticed))
 
     def _read(self) -> dict[int, float] | None:
         """{device: deadline_s}, or None where the endpoint does not answer."""

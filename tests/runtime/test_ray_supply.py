@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from runs import Run, nereus, tiny
+from supply_contract import check_view
 
 from nereus.errors import ClusterError
 from nereus.launch.training import follows_cluster, ray_settings
@@ -78,8 +79,10 @@ def once(supply: RaySupply, wanted: Callable[[SupplyView], bool], *, patience_s:
     """The first view that is as wanted."""
     deadline = time.monotonic() + patience_s
     while not wanted(view := supply.at(0.0)):
+        check_view(view)
         assert time.monotonic() < deadline, view
         time.sleep(0.1)
+    check_view(view)
     return view
 
 
