@@ -5,6 +5,7 @@ The planner prices it, the runtime runs it, the simulator plays it, the report d
 
 import dataclasses
 import enum
+from collections.abc import Collection
 
 from nereus.errors import PlanError
 from nereus.plan import (
@@ -16,6 +17,7 @@ from nereus.plan import (
     REWARD_INFERENCE,
     ModelStage,
     Plan,
+    Role,
 )
 
 
@@ -86,8 +88,17 @@ class Workflow:
             raise PlanError(f"the plan names {', '.join(extra)}, which {self.name} does not use")
 
 
-def rl_workflow(*, name: str, critic: bool, reference: bool, reward_model: bool, max_staleness: int = 0) -> Workflow:
-    """The step graph of on-policy RL with the roles it uses.
+ROLES_OF: dict[str, frozenset[Role]] = {
+    "ppo": frozenset({Role.ACTOR, Role.CRITIC, Role.REFERENCE}),
+    "grpo": frozenset({Role.ACTOR, Role.REFERENCE}),
+    "remax": frozenset({Role.ACTOR, Role.REFERENCE}),
+}
+"""The roles that each algorithm may use. A run leaves the reference out where nothing of it weighs a KL divergence, and
+adds the reward where a model scores."""
+
+
+def step_workflow(name: str, roles: Collection[Role], *, max_staleness: int = 0) -> Workflow:
+    """The step graph of an on-policy algorithm over the roles it uses.
 
     generate -> {old_logprobs, reference, reward, values} -> {critic_update, actor_update} -> synchronize.
     """
@@ -95,32 +106,16 @@ def rl_workflow(*, name: str, critic: bool, reference: bool, reward_model: bool,
         Task("generate", ACTOR_GENERATION, Kind.GENERATE),
         Task("old_logprobs", ACTOR_TRAINING, Kind.LOGPROBS, ("generate",)),
     ]
-    if reference:
+    if Role.REFERENCE in roles:
         tasks.append(Task("reference", REFERENCE_INFERENCE, Kind.LOGPROBS, ("generate",)))
-    if reward_model:
+    if Role.REWARD in roles:
         tasks.append(Task("reward", REWARD_INFERENCE, Kind.SCORES, ("generate",)))
-    if critic:
+    if Role.CRITIC in roles:
         tasks.append(Task("values", CRITIC_INFERENCE, Kind.VALUES, ("generate",)))
     ready = tuple(task.name for task in tasks[1:])
     syncs = [(ACTOR_TRAINING, ACTOR_GENERATION)]
-    if critic:
+    if Role.CRITIC in roles:
         tasks.append(Task("critic_update", CRITIC_TRAINING, Kind.UPDATE, ready))
         syncs.append((CRITIC_TRAINING, CRITIC_INFERENCE))
     tasks.append(Task("actor_update", ACTOR_TRAINING, Kind.UPDATE, ready))
     return Workflow(name, tuple(tasks), tuple(syncs), max_staleness)
-
-
-def workflow_for(
-    algorithm: str, *, reference: bool = True, reward_model: bool = False, max_staleness: int = 0
-) -> Workflow:
-    """The workflow of an algorithm by name (`ppo`)."""
-    if algorithm not in CRITIC_OF:
-        raise PlanError(f"no algorithm {algorithm!r}; known: {', '.join(CRITIC_OF)}")
-    return rl_workflow(
-        name=algorithm, critic=CRITIC_OF[algorithm], reference=reference, reward_model=reward_model,
-        max_staleness=max_staleness,
-    )  # fmt: skip
-
-
-CRITIC_OF = {"ppo": True, "grpo": False, "remax": False}
-"""Which algorithms need a critic."""

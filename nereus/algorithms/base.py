@@ -7,12 +7,14 @@ Neither knows of plans: everything an objective divides by is a count of the who
 
 import abc
 import dataclasses
+from typing import Self
 
 import torch
 
 from nereus.algorithms.buffer import RolloutBatch
 from nereus.algorithms.types import GlobalCounts, OutputKind, Outputs, Sampling
 from nereus.plan import Role
+from nereus.recipe.config import RunConfig
 
 __all__ = ["Algorithm", "MiniBatch", "Objective", "Prepared"]
 
@@ -62,14 +64,16 @@ class Prepared:
 
 
 class Algorithm(abc.ABC):
-    """What distinguishes one algorithm from another in the shared loop. All methods are pure and run on the driver."""
+    """What distinguishes one algorithm from another in the shared loop. All methods are pure and run on the driver.
 
-    name: str
+    Implementations are frozen dataclasses over the sections of a recipe that are their settings. Which roles one uses
+    follows from the recipe as well: `RunConfig.roles`.
+    """
 
-    @property
+    @classmethod
     @abc.abstractmethod
-    def roles(self) -> frozenset[Role]:
-        """The roles it needs. The reward role only where a reward model scores; that is the caller's to add."""
+    def of(cls, config: RunConfig) -> Self:
+        """The algorithm of a recipe."""
 
     @property
     @abc.abstractmethod

@@ -15,81 +15,39 @@ from nereus.algorithms.metrics import batch_metrics
 from nereus.algorithms.objectives import PolicyObjective, ValueObjective
 from nereus.algorithms.types import GlobalCounts, Sampling
 from nereus.plan import Role
-from nereus.recipe.config import RunConfig
+from nereus.recipe.config import ActorConfig, AlgorithmConfig, CriticConfig, RunConfig
 
-__all__ = ["PPO", "PPOSettings", "cut_mini_batches", "global_permutation"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PPOSettings:
-    """What PPO takes from a recipe, under the recipe's names, which are verl's. `RunConfig` has checked the bounds.
-
-    ppo_mini_batch_size counts prompts: a mini-batch has at most ppo_mini_batch_size x n samples.
-    kl_coef weighs the penalty in the reward, kl_loss_coef the term in the actor's loss; 0 leaves each out.
-    clip_ratio_low and clip_ratio_high replace clip_ratio below and above 1.
-    critic_warmup: the first steps, in which only the critic is trained.
-    """
-
-    ppo_mini_batch_size: int
-    n: int = 1
-    gamma: float = 1.0
-    lam: float = 1.0
-    kl_coef: float = 0.001
-    kl_penalty: str = "k1"
-    whiten_advantages: bool = True
-    clip_ratio: float = 0.2
-    clip_ratio_low: float | None = None
-    clip_ratio_high: float | None = None
-    clip_ratio_c: float = 3.0
-    entropy_coeff: float = 0.0
-    kl_loss_coef: float = 0.0
-    kl_loss_type: str = "k3"
-    loss_agg_mode: Aggregation = Aggregation.TOKEN_MEAN
-    ppo_epochs: int = 1
-    cliprange_value: float = 0.5
-    critic_warmup: int = 0
-
-    @classmethod
-    def from_config(cls, config: RunConfig) -> "PPOSettings":
-        algorithm, actor = config.algorithm, config.actor
-        return cls(
-            n=config.rollout.n,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            kl_coef=algorithm.kl_coef if algorithm.use_kl_in_reward else 0.0,
-            kl_penalty=algorithm.kl_penalty,
-            whiten_advantages=algorithm.whiten_advantages,
-            clip_ratio=actor.clip_ratio,
-            clip_ratio_low=actor.clip_ratio_low,
-            clip_ratio_high=actor.clip_ratio_high,
-            clip_ratio_c=actor.clip_ratio_c,
-            entropy_coeff=actor.entropy_coeff,
-            kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-            kl_loss_type=actor.kl_loss_type,
-            loss_agg_mode=Aggregation(actor.loss_agg_mode),
-            ppo_epochs=actor.ppo_epochs,
-            ppo_mini_batch_size=actor.ppo_mini_batch_size,
-            cliprange_value=config.critic.cliprange_value,
-            critic_warmup=config.trainer.critic_warmup,
-        )
+__all__ = ["PPO", "cut_mini_batches", "global_permutation"]
 
 
 @final
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PPO(Algorithm):
-    """The actor is updated with the clipped surrogate, the critic with the clipped squared error."""
+    """The actor is updated with the clipped surrogate, the critic with the clipped squared error.
 
-    settings: PPOSettings
-    name = "ppo"
+    Its settings are a recipe's: sections algorithm, actor and critic; n of rollout; critic_warmup of trainer, the first
+    steps, in which only the critic is trained. A mini-batch has at most ppo_mini_batch_size x n samples.
+    """
 
-    @property
-    def roles(self) -> frozenset[Role]:
-        uses_reference = self.settings.kl_coef != 0 or self.settings.kl_loss_coef != 0
-        return frozenset({Role.ACTOR, Role.CRITIC} | ({Role.REFERENCE} if uses_reference else set()))
+    algorithm: AlgorithmConfig
+    actor: ActorConfig
+    critic: CriticConfig
+    n: int = 1
+    critic_warmup: int = 0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "PPO":
+        return cls(
+            algorithm=config.algorithm,
+            actor=config.actor,
+            critic=config.critic,
+            n=config.rollout.n,
+            critic_warmup=config.trainer.critic_warmup,
+        )
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(num_sampled=self.settings.n)
+        return Sampling(num_sampled=self.n)
 
     def prepare(self, batch: RolloutBatch) -> Prepared:
         """Needs scores, values, old_logprobs, and reference_logprobs where there is a KL penalty."""
@@ -98,58 +56,55 @@ class PPO(Algorithm):
             batch.column("token_rewards"),
             batch.column("values"),
             batch,
-            gamma=self.settings.gamma,
-            lam=self.settings.lam,
+            gamma=self.algorithm.gamma,
+            lam=self.algorithm.lam,
         )
-        if self.settings.whiten_advantages:
+        if self.algorithm.whiten_advantages:
             advantages = whiten(advantages, batch.response_mask)
         batch = batch.with_columns(advantages=advantages, returns=returns)
         return Prepared(batch, {**batch_metrics(batch), **metrics})
 
     def reward_tokens(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
-        """token_rewards: the score at the last token, less kl_coef x KL at each."""
+        """token_rewards: the score at the last token, less kl_weight x KL at each."""
         old_logprobs = batch.column("old_logprobs")
         rewards = place_scores(batch.column("scores").to(old_logprobs.dtype), batch)
-        if self.settings.kl_coef == 0:
+        if self.algorithm.kl_weight == 0:
             return batch.with_columns(token_rewards=rewards), {}
-        kl = KL_ESTIMATORS[self.settings.kl_penalty](old_logprobs, batch.column("reference_logprobs"))
+        kl = KL_ESTIMATORS[self.algorithm.kl_penalty](old_logprobs, batch.column("reference_logprobs"))
         kl = torch.where(batch.response_mask, kl, 0)
         of_sequence = batch.sum_by_sample(kl) / batch.valid_lengths.clamp(min=1)
         metrics = {
             "actor/reward_kl_penalty": float(of_sequence.sum()) / max(batch.counts.sequences, 1),
-            "actor/reward_kl_penalty_coeff": self.settings.kl_coef,
+            "actor/reward_kl_penalty_coeff": self.algorithm.kl_weight,
         }
-        return batch.with_columns(token_rewards=rewards - self.settings.kl_coef * kl), metrics
+        return batch.with_columns(token_rewards=rewards - self.algorithm.kl_weight * kl), metrics
 
     def mini_batches(self, batch: RolloutBatch, *, seed: int, step: int) -> tuple[MiniBatch, ...]:
         return cut_mini_batches(
             batch.num_samples,
-            epochs=self.settings.ppo_epochs,
-            max_samples=self.settings.ppo_mini_batch_size * self.settings.n,
+            epochs=self.actor.ppo_epochs,
+            max_samples=self.actor.ppo_mini_batch_size * self.n,
             seed=seed,
             step=step,
         )
 
     def trains(self, role: Role, *, step: int) -> bool:
-        return role is Role.CRITIC or (role is Role.ACTOR and step > self.settings.critic_warmup)
+        return role is Role.CRITIC or (role is Role.ACTOR and step > self.critic_warmup)
 
     def objective(self, role: Role, counts: GlobalCounts) -> Objective:
         assert role in (Role.ACTOR, Role.CRITIC), f"{role} is not trained"
-        settings = self.settings
+        aggregation = Aggregation(self.actor.loss_agg_mode)
         if role is Role.CRITIC:
-            return ValueObjective(
-                counts=counts, aggregation=settings.loss_agg_mode, cliprange_value=settings.cliprange_value
-            )
-        low, high = settings.clip_ratio_low, settings.clip_ratio_high
+            return ValueObjective(counts=counts, aggregation=aggregation, cliprange_value=self.critic.cliprange_value)
         return PolicyObjective(
             counts=counts,
-            aggregation=settings.loss_agg_mode,
-            clip_low=settings.clip_ratio if low is None else low,
-            clip_high=settings.clip_ratio if high is None else high,
-            clip_ratio_c=settings.clip_ratio_c,
-            entropy_coeff=settings.entropy_coeff,
-            kl_loss_coef=settings.kl_loss_coef,
-            kl_loss_type=settings.kl_loss_type,
+            aggregation=aggregation,
+            clip_low=self.actor.clip_low,
+            clip_high=self.actor.clip_high,
+            clip_ratio_c=self.actor.clip_ratio_c,
+            entropy_coeff=self.actor.entropy_coeff,
+            kl_loss_coef=self.actor.kl_weight,
+            kl_loss_type=self.actor.kl_loss_type,
         )
 
 

@@ -36,14 +36,9 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampling:
-    """What an algorithm asks of generation for one prompt: sampled responses, and greedy ones after them."""
+    """What an algorithm asks of generation for one prompt: so many sampled responses."""
 
     num_sampled: int = 1
-    num_greedy: int = 0
-
-    @property
-    def num_responses(self) -> int:
-        return self.num_sampled + self.num_greedy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

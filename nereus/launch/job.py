@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import torch
 
+from nereus.algorithms.by_estimator import ALGORITHMS
 from nereus.algorithms.learning_rate import LearningRate
-from nereus.algorithms.ppo import PPO, PPOSettings
 from nereus.algorithms.progress import Scores
 from nereus.checkpoint.weight_files import check_folder
 from nereus.data.dataset import RunData, check_vocab, load_data
@@ -78,7 +78,7 @@ def _models(config: RunConfig, data: RunData, progress: Progress, notes: list[st
     """Where the actor and the reward model start from."""
     if config.model.shape is not None:  # a plan it does not admit is refused before it is trained
         spec = config.model.shape.spec(vocab=data.tokenizer.vocab_size)
-        check_model(config, {model_stage.role: spec for model_stage in config.workflow.model_stages})
+        check_model(config, dict.fromkeys(config.roles, spec))
     if config.warm_start.steps or config.warm_start.reward_steps:
         models = ensure_warm_start(config, data, progress)
         notes.append(f"warm start {'reused from' if models.cached else 'written to'} {models.actor.parent}")
@@ -89,7 +89,6 @@ def _models(config: RunConfig, data: RunData, progress: Progress, notes: list[st
 
 def _roles(config: RunConfig, models: WarmModels) -> dict[Role, RoleSetup]:
     """Every role of the workflow with its shapes, weights and optimizer; folders are checked, not read."""
-    used = {model_stage.role for model_stage in config.workflow.model_stages}
     folders = {
         Role.ACTOR: models.actor,
         Role.REFERENCE: models.actor,
@@ -102,7 +101,7 @@ def _roles(config: RunConfig, models: WarmModels) -> dict[Role, RoleSetup]:
     }
     roles: dict[Role, RoleSetup] = {}
     for role, folder in folders.items():
-        if role not in used:
+        if role not in config.roles:
             continue
         assert folder is not None
         scalar = role in (Role.CRITIC, Role.REWARD)
@@ -132,7 +131,7 @@ def _setup(config: RunConfig, data: RunData, roles: Mapping[Role, RoleSetup], re
     stops = tuple(dict.fromkeys((data.tokenizer.eos_id, *own, *config.rollout.stop_token_ids)))
     return JobSetup(
         workflow=config.workflow,
-        algorithm=PPO(PPOSettings.from_config(config)),
+        algorithm=ALGORITHMS[config.algorithm.adv_estimator].of(config),
         roles=roles,
         prompts=data.train,
         val_prompts=data.val,

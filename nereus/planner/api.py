@@ -26,7 +26,7 @@ from nereus.planner.search.optimum import Choice, Restriction, optimum, search
 from nereus.planner.search.refusal import Refusal
 from nereus.planner.space.layouts import Space
 from nereus.planner.workload import Lengths, Workload
-from nereus.workflow import CRITIC_OF, workflow_for
+from nereus.workflow import ROLES_OF, step_workflow
 
 MAX_QUANTILES = 64
 
@@ -190,8 +190,8 @@ def problem_for(
         raise ConfigError("max-staleness", f"{max_staleness} given; 0 or more is needed")
     if memory_gb is not None and not 0 < memory_gb < math.inf:
         raise ConfigError("memory-gb", f"{memory_gb} given; a positive number is needed")
-    if algorithm not in CRITIC_OF:
-        raise ConfigError("algorithm", f"no {algorithm!r}; known: {', '.join(CRITIC_OF)}")
+    if algorithm not in ROLES_OF:
+        raise ConfigError("algorithm", f"no {algorithm!r}; known: {', '.join(ROLES_OF)}")
     if placement not in set(Placement):
         raise ConfigError("placement", f"no {placement!r}; known: {', '.join(Placement)}")
     if dtype not in PRECISIONS:
@@ -199,13 +199,13 @@ def problem_for(
     devices = load_cluster(cluster) if isinstance(cluster, str) else cluster
     actor = _spec(model)
     specs = {Role.ACTOR: actor, Role.REFERENCE: actor if reference is None else _spec(reference)}
-    if CRITIC_OF[algorithm]:
+    if Role.CRITIC in ROLES_OF[algorithm]:
         specs[Role.CRITIC] = (actor if critic is None else _spec(critic)).with_head(Head.SCORE)
     if reward is not None:
         specs[Role.REWARD] = _spec(reward).with_head(Head.SCORE)
     workload = _workload(batch, prompt, response, n=n, mini_batches=mini_batches)
     return PlanningProblem(
-        workflow=workflow_for(algorithm, reward_model=reward is not None, max_staleness=max_staleness),
+        workflow=step_workflow(algorithm, specs.keys(), max_staleness=max_staleness),
         specs=specs,
         cluster=devices,
         workload=workload,

@@ -19,7 +19,7 @@ from nereus.errors import ConfigError, PlanError
 from nereus.model import ModelSpec
 from nereus.plan import MODEL_STAGES, ModelStage, Plan, Role, Stage, StagePlan, parse_shape
 from nereus.recipe.text import config_error, merge_override, read_recipe
-from nereus.workflow import Workflow, workflow_for
+from nereus.workflow import ROLES_OF, Workflow, step_workflow
 
 __all__ = ["DataSource", "OptimizerConfig", "RunConfig", "check_model", "load_config", "parse_config"]
 
@@ -152,8 +152,15 @@ class RolloutConfig(Section):
     max_num_seqs: Count | None = None
 
 
+ALGORITHM_OF = {"gae": "ppo"}
+"""The name of the algorithm that each estimator of advantages makes; the roles it uses are in `nereus.workflow`."""
+
+
 class AlgorithmConfig(Section):
-    """Advantages and the KL penalty. `kl_penalty` also takes verl's names kl, mse and low_var_kl."""
+    """Advantages and the KL penalty. `adv_estimator` chooses the algorithm.
+
+    `kl_penalty` also takes verl's names kl, mse and low_var_kl.
+    """
 
     adv_estimator: Literal["gae"] = "gae"
     gamma: Share = 1.0
@@ -162,6 +169,16 @@ class AlgorithmConfig(Section):
     kl_penalty: KlEstimator = "k1"
     use_kl_in_reward: bool = True
     whiten_advantages: bool = True
+
+    @property
+    def name(self) -> str:
+        """The algorithm's name."""
+        return ALGORITHM_OF[self.adv_estimator]
+
+    @property
+    def kl_weight(self) -> float:
+        """What the KL divergence to the reference weighs in the reward; 0 leaves it out."""
+        return self.kl_coef if self.use_kl_in_reward else 0.0
 
 
 class OptimizerConfig(Section):
@@ -198,6 +215,21 @@ class ActorConfig(OptimizerConfig):
     kl_loss_coef: NonNegative = 0.001
     kl_loss_type: KlEstimator = "k3"
     loss_agg_mode: LossAggregation = "token-mean"
+
+    @property
+    def clip_low(self) -> float:
+        """How far below 1 ratios are clipped."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """How far above 1 ratios are clipped."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+    @property
+    def kl_weight(self) -> float:
+        """What the KL divergence to the reference weighs in the loss; 0 leaves it out."""
+        return self.kl_loss_coef if self.use_kl_loss else 0.0
 
 
 class CriticConfig(OptimizerConfig):
@@ -345,18 +377,21 @@ class RunConfig(Section):
         return self.data.train_batch_size // self.actor.ppo_mini_batch_size
 
     @property
-    def needs_reference(self) -> bool:
-        in_reward = self.algorithm.use_kl_in_reward and self.algorithm.kl_coef > 0
-        return in_reward or (self.actor.use_kl_loss and self.actor.kl_loss_coef > 0)
-
-    @property
     def needs_reward_model(self) -> bool:
         return self.reward.model is not None or self.warm_start.reward_steps > 0
 
     @property
     def workflow(self) -> Workflow:
         """The step graph of the algorithm with the roles this run uses."""
-        return workflow_for("ppo", reference=self.needs_reference, reward_model=self.needs_reward_model)
+        return step_workflow(self.algorithm.name, self.roles)
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        """The roles of the algorithm that this run's settings leave it, and the reward where a model scores."""
+        roles = set(ROLES_OF[self.algorithm.name])
+        if self.algorithm.kl_weight == self.actor.kl_weight == 0:
+            roles.discard(Role.REFERENCE)
+        return frozenset(roles | ({Role.REWARD} if self.needs_reward_model else set()))
 
     @property
     def initial_plan(self) -> Plan | None:

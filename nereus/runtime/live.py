@@ -86,7 +86,7 @@ class LiveStages(Stages):
 
     def generate(self, prompts: Sequence[Prompt], *, first_place: int, validation: bool) -> list[Sample]:
         asked = self._setup.algorithm.sampling
-        num, seed = (1, self._setup.seed + VALIDATION_SEED) if validation else (asked.num_responses, self._setup.seed)
+        num, seed = (1, self._setup.seed + VALIDATION_SEED) if validation else (asked.num_sampled, self._setup.seed)
         params = dataclasses.replace(self._setup.sampling, seed=seed)
         requests = [
             Request(first_place + place, index, prompt.tokens)
@@ -233,7 +233,7 @@ class LiveRuntime(Runtime):
         lengths, task_s = learned.lengths, learned.task_s
         self._progress = None
         num_tokens = lengths.mean + lengths.prompt_mean
-        samples = self._setup.batch * self._setup.algorithm.sampling.num_responses
+        samples = self._setup.batch * self._setup.algorithm.sampling.num_sampled
         metrics = {
             **learned.metrics,
             "timing_s/gen": task_s[ACTOR_GENERATION],

@@ -10,16 +10,22 @@ import torch
 from nereus.algorithms.base import Objective
 from nereus.algorithms.buffer import RolloutBatch
 from nereus.algorithms.loop import Learned, Loop, Stages
-from nereus.algorithms.ppo import PPO, PPOSettings
+from nereus.algorithms.ppo import PPO
 from nereus.algorithms.progress import Scores, StepProgress, Update
 from nereus.algorithms.types import OutputKind, Sample
 from nereus.data.prompts import Prompt
 from nereus.errors import UpdateAborted
-from nereus.plan import ACTOR_TRAINING, CRITIC_TRAINING, MODEL_STAGES, ModelStage
-from nereus.workflow import workflow_for
+from nereus.plan import ACTOR_TRAINING, CRITIC_TRAINING, MODEL_STAGES, ModelStage, Role
+from nereus.recipe.config import ActorConfig, AlgorithmConfig, CriticConfig
+from nereus.workflow import step_workflow
 
-WORKFLOW = workflow_for("ppo", reference=True, reward_model=True)
-ALGORITHM = PPO(PPOSettings(ppo_mini_batch_size=2, n=2, ppo_epochs=2, kl_coef=0.1, lam=0.9))
+WORKFLOW = step_workflow("ppo", Role)
+ALGORITHM = PPO(
+    algorithm=AlgorithmConfig(kl_coef=0.1, lam=0.9),
+    actor=ActorConfig(ppo_mini_batch_size=2, ppo_epochs=2),
+    critic=CriticConfig(),
+    n=2,
+)
 PROMPTS = tuple(Prompt(i, (1 + i, 2), f"{i}", "", "") for i in range(5))
 STEP, FIRST_PLACE, SEED = 3, 10, 7
 UPDATES_PER_ROLE = 6

@@ -1,23 +1,45 @@
 """PPO's own decisions: what it needs, how it prepares a batch, how it cuts updates, what it minimizes."""
 
-import dataclasses
 import math
+from typing import get_args
 
 import pytest
 import torch
 from rollout_cases import partly_masked, ragged_batch, rows_of
 
 from nereus.algorithms.advantages import KL_ESTIMATORS
+from nereus.algorithms.by_estimator import ALGORITHMS
 from nereus.algorithms.losses import Aggregation
 from nereus.algorithms.metrics import length_metrics, length_summary
 from nereus.algorithms.objectives import PolicyObjective, ValueObjective
-from nereus.algorithms.ppo import PPO, PPOSettings, cut_mini_batches, global_permutation
+from nereus.algorithms.ppo import PPO, cut_mini_batches, global_permutation
+from nereus.algorithms.types import GlobalCounts
 from nereus.plan import Role
-from nereus.recipe.config import parse_config
+from nereus.recipe.config import (
+    ALGORITHM_OF,
+    ActorConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    Section,
+    parse_config,
+)
+from nereus.workflow import ROLES_OF
 
 
-def ppo(**changes: object) -> PPO:
-    return PPO(dataclasses.replace(PPOSettings(ppo_mini_batch_size=4, n=2, gamma=0.95, lam=0.9), **changes))  # type: ignore[arg-type]
+def ppo(*, n: int = 2, critic_warmup: int = 0, **changes: object) -> PPO:
+    """PPO with changes to its settings, whichever section each is in."""
+    settings = {"ppo_mini_batch_size": 4, "gamma": 0.95, "lam": 0.9} | changes
+
+    def of(section: type[Section]) -> dict[str, object]:
+        return {name: value for name, value in settings.items() if name in section.model_fields}
+
+    return PPO(
+        algorithm=AlgorithmConfig.model_validate(of(AlgorithmConfig)),
+        actor=ActorConfig.model_validate(of(ActorConfig)),
+        critic=CriticConfig.model_validate(of(CriticConfig)),
+        n=n,
+        critic_warmup=critic_warmup,
+    )
 
 
 def test_prepare_is_penalty_then_gae_then_whitening() -> None:
@@ -77,11 +99,8 @@ def test_metrics_have_verl_names_and_plain_values() -> None:
     assert {"critic/rewards/mean", "critic/returns/max", "critic/values/min", "critic/vf_explained_var"} <= set(metrics)
 
 
-def test_roles_follow_the_settings() -> None:
-    assert ppo(kl_coef=0.1).roles == {Role.ACTOR, Role.CRITIC, Role.REFERENCE}
-    assert ppo(kl_coef=0.0, kl_loss_coef=0.1).roles == {Role.ACTOR, Role.CRITIC, Role.REFERENCE}
-    assert ppo(kl_coef=0.0).roles == {Role.ACTOR, Role.CRITIC}
-    assert ppo(n=3).sampling.num_responses == 3
+def test_every_response_that_is_asked_for_is_sampled() -> None:
+    assert ppo(n=3).sampling.num_sampled == 3
 
 
 def test_the_first_steps_train_the_critic_only() -> None:
@@ -144,31 +163,41 @@ def test_a_recipe_in_verl_names_gives_the_settings() -> None:
     algorithm = {"gamma": 0.99, "lam": 0.95, "kl_coef": 0.01, "kl_penalty": "low_var_kl", "whiten_advantages": False}
     actor: dict[str, object] = {"ppo_mini_batch_size": 16, "ppo_epochs": 2, "clip_ratio": 0.1, "entropy_coeff": 0.001}
     actor |= {"use_kl_loss": True, "kl_loss_coef": 0.02, "kl_loss_type": "mse", "loss_agg_mode": "seq-mean-token-sum"}
-    assert PPOSettings.from_config(parse_config({**RECIPE, "algorithm": algorithm, "actor": actor})) == PPOSettings(
+    config = parse_config({**RECIPE, "algorithm": algorithm, "actor": actor})
+    made = ALGORITHMS[config.algorithm.adv_estimator].of(config)
+    assert made == PPO(
+        algorithm=AlgorithmConfig(gamma=0.99, lam=0.95, kl_coef=0.01, kl_penalty="k3", whiten_advantages=False),
+        actor=ActorConfig(
+            ppo_mini_batch_size=16, ppo_epochs=2, clip_ratio=0.1, entropy_coeff=0.001, use_kl_loss=True,
+            kl_loss_coef=0.02, kl_loss_type="k2", loss_agg_mode="sequence-sum",
+        ),
+        critic=CriticConfig(cliprange_value=0.3),
         n=4,
-        gamma=0.99,
-        lam=0.95,
-        kl_coef=0.01,
-        kl_penalty="k3",
-        whiten_advantages=False,
-        ppo_mini_batch_size=16,
-        ppo_epochs=2,
-        clip_ratio=0.1,
-        entropy_coeff=0.001,
-        kl_loss_coef=0.02,
-        kl_loss_type="k2",
-        loss_agg_mode=Aggregation.SEQUENCE_SUM,
-        cliprange_value=0.3,
         critic_warmup=2,
-    )
+    )  # fmt: skip
+    objective = made.objective(Role.ACTOR, GlobalCounts(1, 1))
+    assert objective == PolicyObjective(
+        counts=GlobalCounts(1, 1), aggregation=Aggregation.SEQUENCE_SUM, clip_low=0.1, clip_high=0.1,
+        entropy_coeff=0.001, kl_loss_coef=0.02, kl_loss_type="k2",
+    )  # fmt: skip
+
+
+def test_every_estimator_of_a_recipe_has_its_algorithm_and_that_its_roles() -> None:
+    estimators = get_args(AlgorithmConfig.model_fields["adv_estimator"].annotation)
+    assert set(estimators) == set(ALGORITHMS) == set(ALGORITHM_OF)
+    assert set(ALGORITHM_OF.values()) <= set(ROLES_OF)
 
 
 @pytest.mark.parametrize("in_reward", [True, False])
 @pytest.mark.parametrize("in_loss", [True, False])
-def test_the_reference_is_needed_exactly_where_the_recipe_says_so(in_reward: bool, in_loss: bool) -> None:
-    config = parse_config({**RECIPE, "algorithm": {"use_kl_in_reward": in_reward}, "actor": {"use_kl_loss": in_loss}})
-    roles = PPO(PPOSettings.from_config(config)).roles
-    assert (Role.REFERENCE in roles) == config.needs_reference == (in_reward or in_loss)
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_the_reference_is_used_exactly_where_a_kl_divergence_weighs(
+    in_reward: bool, in_loss: bool, coefficient: float
+) -> None:
+    algorithm = {"use_kl_in_reward": in_reward, "kl_coef": coefficient}
+    config = parse_config({**RECIPE, "algorithm": algorithm, "actor": {"use_kl_loss": in_loss}})
+    wanted = {Role.ACTOR, Role.CRITIC} | ({Role.REFERENCE} if in_loss or (in_reward and coefficient) else set())
+    assert config.roles == {m.role for m in config.workflow.model_stages} == wanted
 
 
 def test_every_choice_of_a_recipe_is_known() -> None:
@@ -177,4 +206,4 @@ def test_every_choice_of_a_recipe_is_known() -> None:
         assert {config.algorithm.kl_penalty, config.actor.kl_loss_type} <= set(KL_ESTIMATORS)
     for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", *Aggregation):
         config = parse_config({**RECIPE, "actor": {"loss_agg_mode": str(name)}})
-        assert PPOSettings.from_config(config).loss_agg_mode in Aggregation
+        assert config.actor.loss_agg_mode in [*Aggregation]

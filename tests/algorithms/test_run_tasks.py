@@ -8,10 +8,10 @@ import pytest
 from jobs import plan_of
 
 from nereus.algorithms.run_tasks import run_tasks
-from nereus.plan import CRITIC_INFERENCE, CRITIC_TRAINING, REFERENCE_INFERENCE, ModelStage, Plan
-from nereus.workflow import Task, workflow_for
+from nereus.plan import CRITIC_INFERENCE, CRITIC_TRAINING, REFERENCE_INFERENCE, ModelStage, Plan, Role
+from nereus.workflow import Task, step_workflow
 
-TASKS = workflow_for("ppo", reference=True, reward_model=True).tasks
+TASKS = step_workflow("ppo", Role).tasks
 DISJOINT = plan_of(
     actor_generation="d4t1p1@0-3",
     actor_training="d1t2p1@0-1",

@@ -18,6 +18,7 @@ from nereus.plan import (
     REFERENCE_INFERENCE,
     Layout,
     Recompute,
+    Role,
 )
 from nereus.planner.prices.calibration import Calibration
 from nereus.planner.prices.cost import BUBBLE, CostModel
@@ -26,11 +27,11 @@ from nereus.planner.prices.memory import BF16, FP32
 from nereus.planner.prices.operations import Shape, Tokens, decode_step, layer_backward, layer_forward
 from nereus.planner.prices.passes import Span, pipeline_basis, pipeline_pass
 from nereus.planner.workload import Lengths, Workload, segments
-from nereus.workflow import workflow_for
+from nereus.workflow import step_workflow
 
 LLAMA = MODELS["llama-3.1-8b"]
 SHAPE = Shape.of(LLAMA)
-TASKS = workflow_for("ppo", reward_model=True).tasks
+TASKS = step_workflow("ppo", Role).tasks
 EVEN = Workload(batch=64, prompt_tokens=512, response=Lengths.constant(1024))
 H200 = CostModel(parse_cluster("8x8xh200"), Calibration())
 

@@ -85,9 +85,9 @@ def test_verl_names_of_estimators_and_aggregations_are_understood(tmp_path: Path
 
 
 def test_the_reference_model_is_needed_only_for_a_kl_term(tmp_path: Path) -> None:
-    assert with_overrides(tmp_path).needs_reference
-    assert not with_overrides(tmp_path, "algorithm.kl_coef=0").needs_reference
-    assert with_overrides(tmp_path, "algorithm.kl_coef=0", "actor.use_kl_loss=true").needs_reference
+    assert Role.REFERENCE in with_overrides(tmp_path).roles
+    assert Role.REFERENCE not in with_overrides(tmp_path, "algorithm.kl_coef=0").roles
+    assert Role.REFERENCE in with_overrides(tmp_path, "algorithm.kl_coef=0", "actor.use_kl_loss=true").roles
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from nereus.planner.problem import Limits, PlanningProblem
 from nereus.planner.space.candidates import Candidate, Candidates
 from nereus.planner.space.line import Line
 from nereus.planner.workload import Lengths, Workload
-from nereus.workflow import rl_workflow
+from nereus.workflow import step_workflow
 
 WAVES = {
     ACTOR_GENERATION: (0,),
@@ -132,9 +132,11 @@ def random_problem(seed):
     workload = Workload(rng.choice([2, 3, 6, 8]), 128, lengths, mini_batches=rng.choice([1, 1, 2]))
     specs = {Role.ACTOR: spec, Role.REFERENCE: spec, Role.CRITIC: spec.with_head(Head.SCORE)}
     state = spec.num_params * 18
+    used = {Role.ACTOR, Role.CRITIC} if critic else {Role.ACTOR}
+    if rng.random() < 0.5 and not critic:
+        used.add(Role.REFERENCE)
     return PlanningProblem(
-        workflow=rl_workflow(name="random", critic=critic, reference=rng.random() < 0.5 and not critic,
-                             reward_model=False),
+        workflow=step_workflow("random", used),
         specs=specs, cluster=cluster, workload=workload, precision=BF16, cost=CostModel(cluster, Calibration()),
         limits=Limits(int(state * rng.uniform(0.3, 4)) + (1 << 28), placement=rng.choice([*Placement])),
     )  # fmt: skip

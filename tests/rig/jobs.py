@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from nereus.algorithms.ppo import PPO, PPOSettings
+from nereus.algorithms.ppo import PPO
 from nereus.algorithms.progress import Scores
 from nereus.checkpoint.hf import init_folder
 from nereus.data.prompts import Prompt, PromptOrder
@@ -16,6 +16,7 @@ from nereus.engines.sampling import SamplingParams
 from nereus.engines.train import AdamW
 from nereus.model import Head, ModelSpec
 from nereus.plan import ModelStage, Plan, Role, Stage
+from nereus.recipe.config import ActorConfig, AlgorithmConfig, CriticConfig
 from nereus.runtime.live import JobSetup, LiveRuntime
 from nereus.runtime.thread_pool import ThreadPool
 from nereus.runtime.worker import RoleSetup, Worker
@@ -23,7 +24,7 @@ from nereus.shards.boxes import Box
 from nereus.shards.state import Counters, RankState, StateKind, shard_view, state_dtypes
 from nereus.transition.judged import Transition, plan_transition
 from nereus.transition.price import DeviceTable, Rates, StageState
-from nereus.workflow import workflow_for
+from nereus.workflow import step_workflow
 
 SPEC = ModelSpec(
     "llama", num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn=40, vocab=61, max_positions=64
@@ -78,8 +79,12 @@ def make_setup(
         )
     prompts = tuple(Prompt(i, tuple(5 + (i * k) % 50 for k in range(1, 3 + i % 7)), f"{i}", "", "") for i in range(20))
     return JobSetup(
-        workflow=workflow_for("ppo", reference=True, reward_model=reward_model),
-        algorithm=PPO(PPOSettings(ppo_mini_batch_size=3, ppo_epochs=2, kl_coef=0.05, lam=0.95, entropy_coeff=0.01)),
+        workflow=step_workflow("ppo", set(Role) - (set() if reward_model else {Role.REWARD})),
+        algorithm=PPO(
+            algorithm=AlgorithmConfig(kl_coef=0.05, lam=0.95),
+            actor=ActorConfig(ppo_mini_batch_size=3, ppo_epochs=2, entropy_coeff=0.01),
+            critic=CriticConfig(),
+        ),
         roles=roles,
         prompts=prompts,
         val_prompts=prompts[:3],
