@@ -218,7 +218,12 @@ class EngineRank:
         )  # fmt: skip
         requests = [Request(place, 0, list(range(PROMPT))) for place in range(len(case.lengths))]
         own = requests[self.unit :: self.dp]
-        return lambda: generator.generate(own, SamplingParams(max_new_tokens=new))
+
+        def generate() -> Any:
+            generator.load()
+            return generator.generate(own, SamplingParams(max_new_tokens=new))
+
+        return generate
 
 
 def random_batch(lengths: tuple[int, ...], *, prompt: int = PROMPT, vocab: int = SPEC.vocab) -> Any:

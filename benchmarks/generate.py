@@ -191,6 +191,7 @@ def _ours(
 ) -> list[tuple[int, ...]]:
     """New tokens of each sequence."""
     requests = [Request(place, 0, tokens) for place, tokens in enumerate(prompts.tolist())]
+    generator.load()
     completions = generator.generate(requests, SamplingParams(new_tokens, greedy=greedy, seed=SEED))
     return [completion.tokens for completion in completions]
 

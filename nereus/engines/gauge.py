@@ -77,8 +77,16 @@ class MemoryGauge:
 
     def sample(self) -> None:
         """Note what is held now; raises DeviceMemoryError where it passes the limit."""
+        self.check(self.note())
+
+    def note(self) -> int:
+        """Note what is held now, and return it."""
         held = self.current()
         self._peak_bytes = max(self._peak_bytes, held)
+        return held
+
+    def check(self, held: int) -> None:
+        """Raises DeviceMemoryError where so many bytes pass the limit."""
         if self._limit_bytes is not None and held > self._limit_bytes:
             raise DeviceMemoryError(held, self._limit_bytes)
 

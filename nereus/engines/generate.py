@@ -20,11 +20,10 @@ from nereus.comm.groups import Group, Work
 from nereus.engines.cache import CachedAttention, KvCache
 from nereus.engines.lanes import Blocks, Lane, Step, Waiting
 from nereus.engines.packing import packed_for_decoding
-from nereus.engines.rollout import Completion, Request
+from nereus.engines.rollout import Completion, Footprint, Request, RolloutEngine
 from nereus.engines.sampling import Sampler, SamplingParams
 from nereus.engines.transformer import Rope, StageModel
-from nereus.errors import InputError
-from nereus.shards.kv_blocks import block_bytes, blocks_of
+from nereus.shards.kv_blocks import most_blocks
 from nereus.shards.state import StateKind
 
 
@@ -41,14 +40,8 @@ class CacheUse:
     num_held_back: int = 0
 
 
-class Generator:
-    """Generates on one rank of a unit. Every rank calls `generate` with the same arguments and gets the same result.
-
-    max_slots: sequences in flight, over all lanes; max_length: tokens of prompt and response that a sequence can have.
-    cache_bytes: what keys and values may take on each rank of the unit; None: as many as `max_slots` sequences of
-    `max_length` tokens. The same completions come out whatever the bound. Blocks are taken as sequences need them and
-    given back when a call ends. Raises InputError where the bound does not hold one whole sequence.
-    """
+class Generator(RolloutEngine):
+    """The native engine. Cache blocks are taken as sequences need them and given back when they end."""
 
     def __init__(
         self,
@@ -60,55 +53,49 @@ class Generator:
         max_length: int,
         cache_bytes: int | None = None,
     ):
-        self._model, self._tp, self._pp = model, tp, pp
-        self._max_slots, self._max_length = max_slots, max_length
-        self._num_blocks = _num_blocks(model, max_slots, max_length, cache_bytes)
+        super().__init__(model, tp=tp, pp=pp, max_slots=max_slots, max_length=max_length, cache_bytes=cache_bytes)
+        self._num_blocks = most_blocks(
+            model.spec,
+            model.state.layout,
+            model.state.flats[StateKind.PARAM].element_size(),
+            sequences=max_slots,
+            longest=max_length,
+            cache_bytes=cache_bytes,
+        )
+        self._packed: StageModel | None = None
         self._caches: list[KvCache] = []
         self.use = CacheUse()
 
     @property
-    def cache_bytes(self) -> int:
-        """Bytes of keys and values held now."""
-        return sum(cache.num_bytes for cache in self._caches)
+    def footprint(self) -> Footprint:
+        return Footprint(sum(cache.num_bytes for cache in self._caches), self.use.peak_bytes)
+
+    def load(self) -> None:
+        self._packed = packed_for_decoding(self._model)
 
     def release(self) -> None:
-        """Free the cache; the next call takes it anew."""
-        self._caches = []
-
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """A completion for each request, in their order; raises InputError where one does not fit the cache."""
-        completions = dict(self._completed(requests, params))
-        return [completions[number] for number in range(len(requests))]
+        self._packed, self._caches = None, []
 
     @torch.inference_mode()
-    def _completed(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[tuple[int, Completion]]:
-        """(number of the request, completion) as sequences end."""
+    def stream(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[Completion]:
+        model, sampler = self._packed, self._sampler(params)
+        assert model is not None, "load comes first"
         self._check(requests, params)
         self._caches = [KvCache(self._model) for _ in range(min(self._pp.size, self._max_slots))]
         blocks = Blocks(self._num_blocks, self._caches)
         lanes, waiting = self._lanes(blocks, params), self._waiting(requests)
-        model, sampler = packed_for_decoding(self._model), self._sampler(params)
         flights: list[_Flight | None] = [None] * len(lanes)
         while waiting or any(flights):
             for number, lane in enumerate(lanes):
                 flight = flights[number]
                 if flight is not None:
                     for sequence, stopped in lane.take(flight.collect()):
-                        yield sequence.number, sequence.completion(stopped)
+                        yield sequence.completion(stopped)
                 step = lane.next_step(waiting)
                 flights[number] = self._launch(model, lane, step, sampler, number) if step is not None else None
         self.use.peak_bytes = max(self.use.peak_bytes, blocks.peak_bytes)
         self.use.num_preempted += sum(lane.num_preempted for lane in lanes)
         self.use.num_held_back += sum(lane.num_held_back for lane in lanes)
-
-    def _check(self, requests: Sequence[Request], params: SamplingParams) -> None:
-        for request in requests:
-            length, new = len(request.tokens), params.max_new_tokens
-            if not length or length + new > self._max_length:
-                raise InputError(
-                    f"prompt {request.place} has {length} tokens and may get {new} new ones; "
-                    f"a prompt has at least 1 token, and both together are at most {self._max_length}"
-                )
 
     def _lanes(self, blocks: Blocks, params: SamplingParams) -> list[Lane]:
         """A lane a pipeline stage; their caches share the blocks."""
@@ -185,17 +172,3 @@ class _Flight:
         if self.received is not None:
             self.received.wait()
         return self.tokens
-
-
-def _num_blocks(model: StageModel, max_slots: int, max_length: int, cache_bytes: int | None) -> int:
-    """Cache blocks of a rank, the same on every rank of the unit; raises InputError where they hold no sequence."""
-    one = blocks_of(max_length)
-    if cache_bytes is None:
-        return max_slots * one
-    each = block_bytes(model.spec, model.state.layout, model.state.flats[StateKind.PARAM].element_size())
-    if cache_bytes < one * each:
-        raise InputError(
-            f"cache_bytes is {cache_bytes:,}; one sequence of {max_length} tokens needs {one * each:,} on a rank of "
-            f"{model.state.layout}"
-        )
-    return min(max_slots * one, cache_bytes // each)

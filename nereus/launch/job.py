@@ -115,6 +115,7 @@ def _roles(config: RunConfig, models: WarmModels) -> dict[Role, RoleSetup]:
             config.data.max_prompt_length + config.data.max_response_length,
             optimizer=optimizers.get(role),
             fresh_head=role is Role.CRITIC,
+            engine=config.rollout.engine,
             temperature=config.rollout.temperature if not scalar and config.rollout.temperature > 0 else 1.0,
         )
     return roles

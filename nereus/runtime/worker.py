@@ -21,12 +21,12 @@ from nereus.checkpoint.hf import load_unit
 from nereus.checkpoint.store import Manifest, SavedState, restore_rank, save_rank
 from nereus.comm.groups import BackendName, connect_store
 from nereus.engine_facts import MICRO_BATCH, NUM_SEQS
+from nereus.engines.by_name import ENGINES
 from nereus.engines.gauge import MemoryGauge
-from nereus.engines.generate import Generator
 from nereus.engines.infer import score
 from nereus.engines.meter import Meter, Totals
 from nereus.engines.pipeline import Pipeline
-from nereus.engines.rollout import Completion, Request
+from nereus.engines.rollout import Completion, Request, RolloutEngine, in_order
 from nereus.engines.sampling import SamplingParams
 from nereus.engines.train import AdamW, RankGroups, Trainer, UpdateResult
 from nereus.engines.transformer import StageModel
@@ -45,7 +45,8 @@ class RoleSetup:
     """What a role of the job is.
 
     folder: HF folder its weights start from; fresh_head: its scalar head is new.
-    max_tokens: longest prompt and response together; temperature: what logits are divided by.
+    max_tokens: longest prompt and response together; temperature: what logits are divided by; engine: name of what
+    generates responses.
     """
 
     spec: ModelSpec
@@ -55,6 +56,7 @@ class RoleSetup:
     optimizer: AdamW | None = None
     fresh_head: bool = False
     temperature: float = 1.0
+    engine: str = "native"
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,7 +74,7 @@ class Seat:
     meter: Meter | None
     trainer: Trainer | None = None
     model: StageModel | None = None
-    generator: Generator | None = None
+    generator: RolloutEngine | None = None
 
     def drop_engines(self) -> None:
         self.trainer = self.model = self.generator = None
@@ -170,7 +172,7 @@ class Worker:
         """The unit's completions and their policy version, on the rank that reports."""
         seat = self._seat(epoch, model_stage)
         if seat.generator is None:
-            seat.generator = Generator(
+            seat.generator = ENGINES[seat.setup.engine](
                 seat.inference_model(),
                 tp=seat.groups.tp,
                 pp=seat.groups.pp,
@@ -178,8 +180,13 @@ class Worker:
                 max_length=seat.setup.max_tokens,
                 cache_bytes=seat.stage_plan.cache_bytes,
             )
-        completions = seat.generator.generate(requests, params)
-        self._gauge.sample()
+        seat.generator.load()
+        held, ended = 0, []
+        for completion in seat.generator.stream(requests, params):
+            held = max(held, self._gauge.note())  # now: the cache shrinks as sequences end
+            ended.append(completion)
+        self._gauge.check(held)  # not before: peers wait for this rank's part
+        completions = in_order(requests, ended)
         seat.generator.release()  # what runs next on this device needs the cache's memory
         return (completions, seat.state.counters.version) if seat.reports else None
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from nereus.errors import InputError
 from nereus.model import ModelSpec
 from nereus.plan import Layout
 from nereus.shards.boxes import kv_of_head, repeats_of
@@ -57,3 +58,22 @@ def blocks_for(sequences: Count, *, longest: float, cap: float) -> Count:
     if isinstance(sequences, int):
         return max(sequences * each, least)
     return np.maximum(sequences * each, least)
+
+
+def most_blocks(
+    spec: ModelSpec, layout: Layout, value_bytes: int, *, sequences: int, longest: int, cache_bytes: int | None
+) -> int:
+    """Blocks that a rank may take for `sequences` at once of `longest` tokens, within `cache_bytes` where said.
+
+    The same on every rank of the unit. Raises InputError where the bytes do not hold one such sequence.
+    """
+    one = blocks_of(longest)
+    if cache_bytes is None:
+        return sequences * one
+    each = block_bytes(spec, layout, value_bytes)
+    if cache_bytes < one * each:
+        raise InputError(
+            f"cache_bytes is {cache_bytes:,}; "
+            f"one sequence of {longest} tokens needs {one * each:,} on a rank of {layout}"
+        )
+    return min(sequences * one, cache_bytes // each)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -55,10 +56,16 @@ def build_model(spec: ModelSpec, layout: Layout, rank: int, tp: Group, dtype: to
     return StageModel(state, tp=tp)
 
 
+def loaded(model: StageModel, **settings: Any) -> Generator:
+    generator = Generator(model, **settings)
+    generator.load()
+    return generator
+
+
 def generator_of(spec: ModelSpec, *, max_slots: int = 8, dtype: torch.dtype = torch.float64) -> Generator:
     single = Group.single()
     model = build_model(spec, Layout(1, 1), 0, single, dtype)
-    return Generator(model, tp=single, pp=single, max_slots=max_slots, max_length=LENGTH)
+    return loaded(model, tp=single, pp=single, max_slots=max_slots, max_length=LENGTH)
 
 
 @functools.cache
@@ -101,7 +108,7 @@ def on_ranks(layout: Layout, run: Callable[[Group, Group, int], list[Completion]
 def generated(spec: ModelSpec, layout: Layout, params: SamplingParams, count: int) -> list[list[Completion]]:
     def run(tp: Group, pp: Group, rank: int) -> list[Completion]:
         model = build_model(spec, layout, rank, tp, torch.float64)
-        generator = Generator(model, tp=tp, pp=pp, max_slots=5, max_length=LENGTH)
+        generator = loaded(model, tp=tp, pp=pp, max_slots=5, max_length=LENGTH)
         return generator.generate(requests_of(count, spec.vocab), params)
 
     return on_ranks(layout, run)
@@ -182,7 +189,8 @@ def test_a_call_leaves_nothing_behind_for_the_next() -> None:
     generator.generate(requests[::-1], dataclasses.replace(PARAMS, seed=5, max_new_tokens=3))
     assert generator.generate(requests, PARAMS) == first
     generator.release()
-    assert generator.cache_bytes == 0
+    assert generator.footprint.held_bytes == 0
+    generator.load()
     assert generator.generate(requests, PARAMS) == first
 
 
@@ -229,7 +237,7 @@ LONG = dataclasses.replace(PARAMS, max_new_tokens=60, stop_ids=())
 def unbounded(spec: ModelSpec, params: SamplingParams) -> tuple[Completion, ...]:
     single = Group.single()
     model = build_model(spec, Layout(1, 1), 0, single, torch.float64)
-    generator = Generator(model, tp=single, pp=single, max_slots=14, max_length=100)
+    generator = loaded(model, tp=single, pp=single, max_slots=14, max_length=100)
     completions = generator.generate(long_requests(spec.vocab), params)
     assert generator.use.num_preempted == generator.use.num_held_back == 0
     return tuple(completions)
@@ -257,9 +265,9 @@ def test_sequences_that_wait_or_are_preempted_get_the_tokens_of_an_unbounded_cac
 
     def run(tp: Group, pp: Group, rank: int) -> list[Completion]:
         model = build_model(spec, layout, rank, tp, torch.float64)
-        generator = Generator(model, tp=tp, pp=pp, max_slots=8, max_length=100, cache_bytes=bound)
+        generator = loaded(model, tp=tp, pp=pp, max_slots=8, max_length=100, cache_bytes=bound)
         completions = generator.generate(long_requests(spec.vocab), LONG)
-        assert generator.cache_bytes == 0, "the blocks are given back"
+        assert generator.footprint.held_bytes == 0, "the blocks are given back"
         uses.append(generator.use)
         return completions
 
@@ -274,7 +282,7 @@ def test_sequences_that_wait_or_are_preempted_get_the_tokens_of_an_unbounded_cac
 def test_bytes_follow_the_lengths_that_come_not_those_that_may() -> None:
     single = Group.single()
     model = build_model(LLAMA, Layout(1, 1), 0, single, torch.float64)
-    generator = Generator(model, tp=single, pp=single, max_slots=8, max_length=4000)
+    generator = loaded(model, tp=single, pp=single, max_slots=8, max_length=4000)
     params = dataclasses.replace(PARAMS, max_new_tokens=3000, stop_ids=tuple(range(0, LLAMA.vocab, 2)))
     completions = generator.generate(requests_of(20, LLAMA.vocab), params)
     longest = max(len(completion.tokens) + 9 for completion in completions)
@@ -311,7 +319,7 @@ def test_whatever_the_lengths_and_the_bound_the_same_tokens_come_and_the_bound_h
     requests = [Request(i, 0, [(3 * i + j) % MISTRAL.vocab for j in range(n)]) for i, n in enumerate(lengths)]
     params = dataclasses.replace(PARAMS, max_new_tokens=new, stop_ids=(3, 5, 7))
     bound = tight(MISTRAL, Layout(1, 1), blocks_of(whole) + spare)
-    free = Generator(model, tp=single, pp=single, max_slots=12, max_length=whole)
-    bounded = Generator(model, tp=single, pp=single, max_slots=max_slots, max_length=whole, cache_bytes=bound)
+    free = loaded(model, tp=single, pp=single, max_slots=12, max_length=whole)
+    bounded = loaded(model, tp=single, pp=single, max_slots=max_slots, max_length=whole, cache_bytes=bound)
     assert bounded.generate(requests, params) == free.generate(requests, params)
     assert bounded.use.peak_bytes <= bound

@@ -10,6 +10,7 @@ from nereus.comm.groups import Group
 from nereus.engine_facts import BUCKET_BYTES, BUCKETS_STAGED
 from nereus.engines.cache import KvCache
 from nereus.engines.transformer import StageModel
+from nereus.errors import InputError
 from nereus.known_models import MODELS
 from nereus.model import Head, ModelSpec
 from nereus.moving.executor import Execution
@@ -31,7 +32,7 @@ from nereus.planner.prices.memory import (
 )
 from nereus.planner.workload import Lengths, Workload
 from nereus.shards.boxes import flat_numel
-from nereus.shards.kv_blocks import BLOCK_TOKENS, block_bytes, blocks_of, cache_heads
+from nereus.shards.kv_blocks import BLOCK_TOKENS, block_bytes, blocks_of, cache_heads, most_blocks
 from nereus.shards.state import RankState, StateKind, zeros_on
 
 TINY = ModelSpec(
@@ -191,6 +192,17 @@ def test_the_cache_has_room_for_one_sequence_at_the_cap_whatever_lengths_are_cou
     long = dataclasses.replace(short, batch=64, response=Lengths.constant(4000))
     counted = memory(ACTOR_GENERATION, workload=long, micro_batch=64).active["kv_cache"]
     assert counted == 64 * blocks_of(4100) * block_bytes(BIG, ONE, 2)
+
+
+@pytest.mark.parametrize("layout", [ONE, Layout(2), Layout(7), Layout(pp=3), Layout(4, 2)], ids=str)
+@pytest.mark.parametrize("sequences", [1, 64])
+def test_the_engine_takes_as_many_blocks_as_the_planner_counted(layout, sequences):
+    seen = Workload(batch=64, prompt_tokens=100, response=Lengths.constant(700), max_tokens=8192)
+    counted = memory(ACTOR_GENERATION, layout=layout, workload=seen, micro_batch=sequences).active["kv_cache"]
+    taken = most_blocks(BIG, layout, 2, sequences=sequences, longest=8192, cache_bytes=counted)
+    assert taken == max(sequences * blocks_of(800), blocks_of(8192))
+    with pytest.raises(InputError, match=f"cache_bytes is 1,000; one sequence of 8192 tokens .* of {layout}"):
+        most_blocks(BIG, layout, 2, sequences=sequences, longest=8192, cache_bytes=1000)
 
 
 def test_every_rank_of_a_pipeline_counts_the_same_cache():
