@@ -30,7 +30,18 @@ from nereus.decide.measured import Measured
 from nereus.decide.policy import Policy, Situation, Standing
 from nereus.decide.ruling import Action, Ruling
 from nereus.decide.seam import Outlook, Prediction
-from nereus.decide.triggers import Aborted, BoundaryReached, Fired, Moment, Moved, Replanned, Signal, StepEnded
+from nereus.decide.triggers import (
+    Aborted,
+    BoundaryReached,
+    FellBack,
+    Fired,
+    LossTrigger,
+    Moment,
+    Moved,
+    Replanned,
+    StepEnded,
+    Trigger,
+)
 from nereus.plan import Plan, format_devices
 from nereus.planner.workload import LengthSummary
 from nereus.runtime.seam import StepReport
@@ -72,14 +83,13 @@ class Decider:
         self._outlook = outlook
         self._assumed, self._warmup_steps = lengths, warmup_steps
         self._measured, self._bias = Measured(), policy.bias(plan, Measured(), outlook)
-        self._triggers = policy.triggers()
+        self._triggers: tuple[Trigger, ...] = (*policy.triggers(), LossTrigger())
         self._fired: list[Fired] = []
         self._crossings = Crossings()
         self._pending: _Pending | None = None
         self._correction = TransitionCorrection()
         self._aborts = Aborts()
         self._deadlines = Deadlines()
-        self._fell_back = False
         self._outlook.freeze()
 
     @property
@@ -97,9 +107,6 @@ class Decider:
         share = prediction.memory_share if prediction and self._measured.recent else None
         fired = [*self._fired, *self._tell(BoundaryReached(frozenset(now.devices), share))]
         self._fired = []
-        if self._fell_back:
-            fired.append(Fired(Signal.START, float(step), 0.0, 0.0, "some units of the plan were lost"))
-            self._fell_back = False
         if fired or self._gone(now.devices):
             ruling = self._replan(now, fired)
         elif self._pending:
@@ -130,7 +137,7 @@ class Decider:
     def fell_back(self, plan: Plan) -> None:
         """The job goes on with what was whole of its plan; what is best now is examined at the next boundary."""
         self.moved(plan)
-        self._fell_back = True
+        self._tell(FellBack())
 
     def recluster(self, cluster: Cluster) -> None:
         """The device ids stand for these devices from the next boundary on."""

@@ -6,6 +6,7 @@
     BoundaryReached   before a step: devices, predicted memory           --> may fire
     Replanned         a replan begins, whatever comes of it              references are reset
     Moved | Aborted   the job is on another plan | a transition there was refused or rolled back
+    FellBack          the job goes on with what was whole of its plan
 
 A drifting signal fires when it differs from its reference by more than a relative threshold; the reference is reset at
 every replan, rejected ones too. A change of the devices, or memory that is predicted not to suffice, fires at once.
@@ -100,7 +101,12 @@ class Aborted:
     """A transition was refused or rolled back; the plan in force stays."""
 
 
-Moment = StepEnded | BoundaryReached | Replanned | Moved | Aborted
+@dataclasses.dataclass(frozen=True, slots=True)
+class FellBack:
+    """Some units of the plan in force were lost; the job goes on with the others."""
+
+
+Moment = StepEnded | BoundaryReached | Replanned | Moved | Aborted | FellBack
 
 
 class Trigger(abc.ABC):
@@ -263,6 +269,23 @@ class MemoryTrigger(Trigger):
             return self, None
         text = f"a device would need {share:.3f} of what it may use"
         return MemoryTrigger(share), Fired(Signal.MEMORY, share, self.fired_at or 1.0, 1.0, text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LossTrigger(Trigger):
+    """Fires at the boundary after units of the plan were lost: a run starts anew from what is left. No policy is asked
+    whether it is there."""
+
+    lost: bool = False
+
+    def seen(self, moment: Moment) -> tuple[Trigger, Fired | None]:
+        match moment:
+            case FellBack():
+                return LossTrigger(lost=True), None
+            case BoundaryReached() if self.lost:
+                return LossTrigger(), Fired(Signal.START, 0.0, 0.0, 0.0, "some units of the plan were lost")
+            case _:
+                return self, None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,8 +12,10 @@ from nereus.decide.triggers import (
     BoundaryReached,
     Drift,
     EfficiencyTrigger,
+    FellBack,
     Fired,
     LengthTrigger,
+    LossTrigger,
     MemoryTrigger,
     Moved,
     Replanned,
@@ -85,7 +87,7 @@ def memory(share):
 
 TRIGGERS = [
     LengthTrigger.of(0.3), EfficiencyTrigger.of(0.15), StartTrigger(), SupplyTrigger(), MemoryTrigger(),
-    ScriptedTrigger(frozenset({2, 5})),
+    LossTrigger(), ScriptedTrigger(frozenset({2, 5})),
 ]  # fmt: skip
 """All of them: a trigger that is added is added here."""
 
@@ -95,6 +97,7 @@ MOMENTS = st.one_of(
     st.builds(Replanned, st.lists(st.floats(0.1, 10), max_size=5).map(tuple), st.none() | st.floats(0.1, 10)),
     st.just(Moved()),
     st.just(Aborted()),
+    st.just(FellBack()),
 )
 
 
@@ -169,6 +172,11 @@ def test_memory_fires_again_after_the_move_that_was_to_relieve_it_was_aborted():
 def test_the_first_measured_steps_fire_once_and_those_of_a_warm_up_do_not_count():
     steps = [StepEnded(100.0, None)] * 2 + [StepEnded(100.0, 1.0)] * 10
     assert [i for i, fired in enumerate(told(StartTrigger(), steps)) if fired] == [4]
+
+
+def test_units_that_were_lost_fire_once_at_the_next_boundary():
+    found = told(LossTrigger(), [devices(0), FellBack(), StepEnded(100.0, 1.0), devices(0), devices(0)])
+    assert [i for i, fired in enumerate(found) if fired] == [3] and found[3].signal == "start"
 
 
 def test_after_a_move_efficiency_keeps_its_reference_and_sees_a_whole_window_before_it_fires():
