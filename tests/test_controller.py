@@ -4,21 +4,20 @@ import json
 import time
 
 import pytest
-from table_outlook import TableOutlook, lengths, plan_on, report
+from table_outlook import CLUSTER, TableOutlook, lengths, plan_on, report
 
-from nereus.cluster import ACCELERATORS, uniform_cluster
 from nereus.controller import Adapting, Clock, Controller, Course
 from nereus.decide.decider import Decider
 from nereus.decide.policies.nereus import NereusPolicy
 from nereus.decide.replay import recorded_decisions, replay, ruled_decisions
-from nereus.errors import TransitionAborted
-from nereus.plan import Plan
+from nereus.errors import StateLost, TransitionAborted
+from nereus.plan import ACTOR_TRAINING, Plan
 from nereus.reports.control import Requests, write_whole
 from nereus.reports.events import Decision, Start, StepEnd, TransitionEnd, TransitionFailed
-from nereus.runtime.seam import Runtime
+from nereus.runtime.scripted import ScriptedRuntime
 from nereus.supply.supply import NoticedSupply, StaticSupply, SupplyView, TraceSupply
 from nereus.supply.traces import trace_of_counts
-from nereus.transition.operations import TransitionReport
+from nereus.transition.remains import PlanBroken, Remains
 
 PLAN = plan_on(0, 1, 2, 3)
 
@@ -37,67 +36,17 @@ class VirtualTime:
         return Clock(lambda: self.now_s, self.pass_by)
 
 
-class TableRuntime(Runtime):
-    """A job whose step takes 4 s over its devices; says what it was asked, in order.
-
-    aborts: how many transitions are rolled back before one goes through.
-    """
-
-    def __init__(self, time, aborts=0, transition_s=0.75):
-        self._time, self._plan, self.asked, self._aborts = time, PLAN, [], aborts
-        self._transition_s, self._saved = transition_s, None
-
-    @property
-    def plan(self):
-        return self._plan
-
-    @property
-    def cluster(self):
-        return uniform_cluster(num_nodes=1, devices_per_node=6, accelerator=ACCELERATORS["cpu"])
-
-    def run_step(self, step):
-        assert self.plan.stages, "suspended"
-        self.asked.append(("step", step, len(self.plan.devices)))
-        done = report(step, 4.0 / len(self.plan.devices))
-        self._time.pass_by(done.step_s)
-        return done
-
-    def evaluate(self):
-        return {}
-
-    def transition(self, transition):
-        target = transition.target
-        assert transition.current == self.plan != target
-        if self._aborts:
-            self._aborts -= 1
-            self.asked.append(("aborted", target))
-            raise TransitionAborted("1 extend actor-training", "a peer was late")
-        self.asked.append(("transition", target))
-        self._plan = target
-        self._time.pass_by(self._transition_s)
-        return TransitionReport((), "shadow", 0, 0, self._transition_s, True)
-
-    def fall_back(self, plan, *, lost):
-        self.asked.append(("fall back", plan, lost))
-        self._plan = plan
-
-    @property
-    def saved_step(self):
-        return self._saved
-
-    def suspend(self, step):
-        self._saved = step
-        self.asked.append(("suspend", step))
-        self._plan = Plan(())
-
-    def resume(self, plan):
-        assert not self._plan.stages
-        self.asked.append(("resume", plan))
-        self._plan = plan
-        self._time.pass_by(2.0)
-
-    def close(self):
-        pass
+def table_runtime(time, failures=(), transition_s=0.75, of=ScriptedRuntime):
+    """A job whose step takes 4 s over its devices. failures: of its first transitions."""
+    return of(
+        PLAN,
+        CLUSTER,
+        lambda step, plan: report(step, 4.0 / len(plan.devices)),
+        pass_by=time.pass_by,
+        transition_s=transition_s,
+        resume_s=2.0,
+        failures=failures,
+    )
 
 
 def controlled(
@@ -109,13 +58,15 @@ def controlled(
     infeasible=frozenset(),
     seed=0,
     aborts=0,
+    failures=(),
     supply=None,
     outlook=None,
     transition_s=0.75,
 ):
     """(what the runtime was asked, events) of a run under a trace of counts, or under a given supply."""
     time, events = VirtualTime(), [Start(0, config={}, cluster={}, models={}, plan=PLAN)]
-    runtime = TableRuntime(time, aborts, transition_s)
+    late = TransitionAborted("1 extend actor-training", "a peer was late")
+    runtime = table_runtime(time, failures or [late] * aborts, transition_s)
     adapting, outlook = None, outlook or TableOutlook(transition_s=0.5, infeasible=infeasible)
     if counts or supply:
         decider = Decider(NereusPolicy(), outlook, PLAN, lengths=lengths())
@@ -260,7 +211,7 @@ def test_a_device_with_a_notice_is_left_so_early_that_moving_ends_before_its_dea
     notices = tmp_path / "notices.json"
     notices.write_text('{"device": 3, "deadline_s": 20}')
     time, events = VirtualTime(), []
-    runtime = TableRuntime(time, transition_s=6.0)
+    runtime = table_runtime(time, transition_s=6.0)
     outlook = TableOutlook(transition_s=6.0)
     decider = Decider(NereusPolicy(), outlook, PLAN, lengths=lengths())
     ended_s = {}
@@ -290,7 +241,7 @@ def test_what_was_judged_is_what_is_executed_whoever_wanted_it(tmp_path):
 
     executed = []
 
-    class Executing(TableRuntime):
+    class Executing(ScriptedRuntime):
         def transition(self, transition):
             executed.append(transition)
             return super().transition(transition)
@@ -299,7 +250,7 @@ def test_what_was_judged_is_what_is_executed_whoever_wanted_it(tmp_path):
     decider = Decider(NereusPolicy(), outlook, PLAN, lengths=lengths())
     supply = TraceSupply(trace_of_counts([(0.0, 4), (2.5, 3)], seed=0))
     Controller(
-        Executing(time), outlook, Course(6, 0, {2: lambda current: plan_on(0, 1)}), events.append,
+        table_runtime(time, of=Executing), outlook, Course(6, 0, {2: lambda current: plan_on(0, 1)}), events.append,
         progress=lambda what, step, steps: None, requests=Requests(tmp_path), clock=time.clock,
         adapting=Adapting(supply, decider),
     ).run()  # fmt: skip
@@ -314,3 +265,45 @@ def test_people_can_reshape_and_stop_a_run_between_two_steps(tmp_path):
     assert asked == [("transition", plan_on(0, 1)), ("step", 1, 2), ("step", 2, 2)]
     write_whole(tmp_path / "control" / "stop", "")
     assert controlled(tmp_path, [], 5)[0] == []
+
+
+def broken(whole, *, lost=()):
+    """A transition after which only these units of the actor are left of the plan in force."""
+    left = ((ACTOR_TRAINING, plan_on(*whole)[ACTOR_TRAINING]),) if whole else ()
+    return PlanBroken("seat epoch 1", "worker 3 died", Remains(PLAN, left, frozenset(lost), ("worker 3 died",)))
+
+
+def test_a_move_that_breaks_the_plan_is_followed_by_the_units_that_are_whole_and_then_by_what_is_best(tmp_path):
+    failures = [broken((0, 1), lost=(3,)), None]
+    wanted, left = {6: lambda current: plan_on(0, 1, 2)}, plan_on(0, 1)
+    asked, events = controlled(tmp_path, [(0.0, 4)], 8, transitions=wanted, failures=failures)
+    at = asked.index(("aborted", plan_on(0, 1, 2)))
+    found = ("fall back", left, frozenset({3})), ("transition", PLAN), ("step", 6, 4)
+    assert tuple(asked[at + 1 : at + 4]) == found
+    back = next(e for e in events if isinstance(e, TransitionEnd))
+    assert (back.report.mode, back.before, back.after) == ("fall_back", PLAN, left)
+    lines = [json.loads(json.dumps({"type": e.type, "step": e.step, **e.fields()})) for e in events]
+
+    def decider(start):
+        return Decider(NereusPolicy(), TableOutlook(transition_s=0.5), PLAN, lengths=lengths())
+
+    assert ruled_decisions(replay(lines, decider)) == recorded_decisions(lines)
+
+
+def test_what_is_lost_altogether_comes_from_saved_state_and_the_steps_since_are_done_again(tmp_path):
+    wanted = {step: lambda current: plan_on(0, 1) for step in (3, 5)}
+    time, events, outlook = VirtualTime(), [], TableOutlook()
+    runtime = table_runtime(time, [broken(())])
+    runtime.suspend(0)
+    runtime.resume(PLAN)
+    Controller(
+        runtime, outlook, Course(4, 0, wanted), events.append, progress=lambda what, step, steps: None,
+        requests=Requests(tmp_path), clock=time.clock,
+    ).run()  # fmt: skip
+    assert [row[1] for row in runtime.asked if row[0] == "step"] == [1, 2, 1, 2, 3, 4]
+    assert [e.report.mode for e in events if isinstance(e, TransitionEnd)] == ["restart", "shadow"]
+
+
+def test_what_is_lost_altogether_and_was_never_saved_ends_the_run_by_name(tmp_path):
+    with pytest.raises(StateLost, match="before step 2 no whole copy of actor-generation, actor-training is left"):
+        controlled(tmp_path, [], 4, transitions={2: lambda current: plan_on(0, 1)}, failures=[broken(())])
