@@ -60,7 +60,8 @@ class Measured:
     @property
     def on_plan(self) -> tuple[StepReport, ...]:
         """The last steps that count since the last move."""
-        return tuple(step.report for step in self.recent[-self.num_on_plan :]) if self.num_on_plan else ()
+        counted = tuple(step.report for step in self.recent if step.counts)
+        return counted[-self.num_on_plan :] if self.num_on_plan else ()
 
     @property
     def lengths(self) -> LengthSummary | None:
