@@ -62,10 +62,11 @@ def make_setup(
     *,
     dtype: torch.dtype = torch.float64,
     batch: int = 7,
+    mini_batch: int = 3,
     reward_model: bool = True,
     timeout_s: float = 60.0,
 ) -> JobSetup:
-    """PPO over `batch` prompts a step in mini-batches of at most 3, two epochs, with a KL penalty in the reward."""
+    """PPO over `batch` prompts a step in mini-batches of at most `mini_batch`, two epochs, KL penalty in the reward."""
     roles: dict[Role, RoleSetup] = {}
     for role, folder in make_folders(root).items():
         scalar, trains = role in (Role.CRITIC, Role.REWARD), role in (Role.ACTOR, Role.CRITIC)
@@ -82,7 +83,7 @@ def make_setup(
         workflow=step_workflow("ppo", set(Role) - (set() if reward_model else {Role.REWARD})),
         algorithm=PPO(
             algorithm=AlgorithmConfig(kl_coef=0.05, lam=0.95),
-            actor=ActorConfig(ppo_mini_batch_size=3, ppo_epochs=2, entropy_coeff=0.01),
+            actor=ActorConfig(ppo_mini_batch_size=mini_batch, ppo_epochs=2, entropy_coeff=0.01),
             critic=CriticConfig(),
         ),
         roles=roles,
