@@ -190,10 +190,10 @@ def footprints(
 ) -> Footprints:
     """Memory of each row: layout number `at[row]` of the table with its dp and micro-batch."""
     stage = _StageFootprint(model_stage, spec, table, at, dp, micro_batch, workload, recompute, precision)
-    active, idle, _ = stage.fullest(shared=False)
+    active, idle = stage.fullest(shared=False)
     if stage.trains:
         return Footprints(active, idle, active, idle)
-    return Footprints(active, idle, *stage.fullest(shared=True)[:2])
+    return Footprints(active, idle, *stage.fullest(shared=True))
 
 
 def stage_memory(
@@ -219,7 +219,7 @@ def stage_memory(
     stage = _StageFootprint(
         model_stage, spec, table, row, row + dp, row + micro_batch, workload, recompute, precision
     )  # fmt: skip
-    fullest = int(stage.fullest(shared=shares_weights)[2][0])
+    fullest = max(range(NUM_RANKS), key=lambda place: int(stage.held(place, shared=shares_weights)[0][0]))
     idle, working = stage.parts(fullest, shared=shares_weights)
     active = {part: int(size[0]) for part, size in (idle | working).items()}
     return StageMemory(
@@ -267,20 +267,21 @@ class _StageFootprint:
         result: Floats = np.array([value(tp) for tp in self.table.sizes], dtype=np.float64)[self._size]
         return result
 
-    def fullest(self, *, shared: bool) -> tuple[Ints, Ints, Ints]:
-        """(active bytes, idle bytes, number) of the rank with most active bytes; of equal ranks the first."""
-        best_active = np.full(len(self.at), -1, dtype=np.int64)
-        best_idle, best_rank = np.zeros(len(self.at), dtype=np.int64), np.zeros(len(self.at), dtype=np.int64)
-        for place in range(NUM_RANKS):
-            idle = self._state(self.table.numel[self.at, place], shared=shared)
-            active = idle + self._working_bytes[place]
-            if self.trains or not shared:
-                active = active + self._sync_buffers(place)
+    def fullest(self, *, shared: bool) -> tuple[Ints, Ints]:
+        """(active, idle) bytes of the rank with most active bytes; of equal ranks the first."""
+        best_active, best_idle = self.held(0, shared=shared)
+        for place in range(1, NUM_RANKS):
+            active, idle = self.held(place, shared=shared)
             fuller = active > best_active
             best_active = np.where(fuller, active, best_active)
             best_idle = np.where(fuller, idle, best_idle)
-            best_rank = np.where(fuller, place, best_rank)
-        return best_active, best_idle, best_rank
+        return best_active, best_idle
+
+    def held(self, place: int, *, shared: bool) -> tuple[Ints, Ints]:
+        """(active, idle) bytes of the rank at a place of the table: the sums of its `parts`."""
+        idle = self._state(self.table.numel[self.at, place], shared=shared)
+        active = idle + self._working_bytes[place]
+        return active + self._sync_buffers(place) if self.trains or not shared else active, idle
 
     def parts(self, place: int, *, shared: bool) -> tuple[Parts, Parts]:
         """(parts that stay while others run, parts beside them while it runs) of the rank at a place of the table."""

@@ -46,6 +46,7 @@ OPTIMIZER_PASSES = 7
 
 Layouts = tuple[tuple[int, int], ...]
 ONCE = np.ones((1, 1))
+"""One pass, whatever the layout and the setting."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -64,9 +65,10 @@ class Term:
 
     def seconds(self, lines: Counts) -> Floats:
         """[layouts, settings]; lines: [2, classes] seconds per work and per call."""
-        times = self.passes if self.waits is None else self.passes + self.waits
-        seconds: Floats = (np.tensordot(self.counts, lines, axes=2) @ self.amounts) * times
-        return seconds
+        seconds: Floats = np.tensordot(self.counts, lines, axes=2) @ self.amounts
+        if self.passes is ONCE:
+            return seconds
+        return np.multiply(seconds, self.passes if self.waits is None else self.passes + self.waits)
 
     def bills(self, layout: int, setting: int) -> tuple[Counts, Counts]:
         """([2, classes] work of the slowest rank, [2, classes] what it waits for) of one cell."""
@@ -104,9 +106,9 @@ class TaskPrices:
     def seconds(self, kind: Kind, lines: Counts, recompute: Recompute) -> Floats:
         """[layouts, settings]: `lines` are the seconds per work and per call of each class."""
         first, *others = self.terms(kind, recompute)
-        seconds = first.seconds(lines)
+        seconds = first.seconds(lines)  # of all layouts and settings
         for term in others:
-            seconds = seconds + term.seconds(lines)
+            seconds += term.seconds(lines)
         return seconds
 
     def bills(self, kind: Kind, recompute: Recompute, *, layout: int = 0, setting: int = 0) -> tuple[Bill, Bill]:
@@ -143,9 +145,11 @@ class TaskPrices:
         reduce = COLUMN[(Op.ALL_REDUCE, self.span.dp_link)]
         sent = _zeros(len(numel), 1)
         sent[:, 0, WORK, reduce] = numel * wide
-        # between nodes the units of one node share the traffic over their network cards
-        beside = np.maximum(1, self.devices_per_node // (self.table.tp * self.table.pp))[:, None]
-        shared = np.minimum(dp, beside) if self.span.dp_link is Link.INTER_NODE else np.ones((1, 1))
+        shared = ONCE
+        if self.span.dp_link is Link.INTER_NODE:
+            # the units of one node share the traffic over their network cards
+            beside = np.maximum(1, self.devices_per_node // (self.table.tp * self.table.pp))
+            shared = 1 / np.minimum(dp, beside[:, None])
         fixed = _zeros(len(numel), 2)
         fixed[:, 0, CALLS, reduce] = 1
         fixed[:, 1, WORK, ELEMENTWISE] = numel * (OPTIMIZER_PASSES * wide + 2 * narrow)
@@ -153,8 +157,8 @@ class TaskPrices:
         fixed[:, 1, CALLS, LAUNCH] = 1
         return [
             self._forward_and_backward(self.work.mini_batch_samples, updates, recompute),
-            Term(sent, (2 * (dp - 1) / dp)[None], updates / shared),
-            Term(fixed, np.stack([_hops(dp.tobytes()), np.ones(len(dp))]), updates * ONCE),
+            Term(sent, (updates * 2 * (dp - 1) / dp)[None], shared),
+            Term(fixed, updates * np.stack([_hops(dp.tobytes()), np.ones(len(dp))]), ONCE),
         ]
 
     def _generation(self) -> Term:
