@@ -30,7 +30,8 @@ from pyscipopt import quicksum
 from nereus.plan import ModelStage, Plan
 from nereus.planner.prices.syncs import Pair, SyncPrice
 from nereus.planner.search.optimum import stage_plan
-from nereus.planner.space.candidates import Candidate, Candidates, Floats, Ints
+from nereus.planner.space.arrays import Floats, Ints
+from nereus.planner.space.candidates import Candidate, Candidates
 from nereus.planner.space.line import Line
 
 Mask = npt.NDArray[np.bool_]

@@ -16,9 +16,10 @@ from nereus.plan import ACTOR_TRAINING, REFERENCE_INFERENCE, Layout, Recompute, 
 from nereus.planner.api import problem_for
 from nereus.planner.prices.footprints import stage_memory
 from nereus.planner.prices.passes import Span
-from nereus.planner.space.candidates import RECOMPUTES, Candidate, Candidates, best_settings
+from nereus.planner.space.candidates import RECOMPUTES, Candidate, Candidates, best_settings, packed
 from nereus.planner.space.layouts import Space
 from nereus.planner.space.line import Line
+from nereus.planner.space.regions import spans_nodes, stricter, type_of
 from nereus.planner.workload import Lengths
 
 LENGTHS = Lengths(tuple(float(100 + 60 * i) for i in range(40)))
@@ -212,3 +213,23 @@ def test_all_problems_of_the_generator_price_alike():
         problem = random_problem(seed)
         if all(len(problem.pricing.candidates(m, in_turn=True)) for m in problem.workflow.model_stages):
             check_rows(problem, 6, seed)
+
+
+def test_regions_are_numbered_by_type_and_by_whether_they_span_nodes():
+    devices = [Device(i, f"n{i // 2}", ("b200", "h200", "a100")[i // 4], 1 << 40) for i in range(12)]
+    cluster = Cluster(tuple(devices), tuple(ACCELERATORS[name] for name in ("b200", "h200", "a100")))
+    regions = Line(cluster).regions
+    numbers = np.arange(len(regions))
+    names = [region.accelerator for region in regions]
+    assert [names.index(name) // 2 for name in names] == type_of(numbers).tolist()
+    assert [not region.one_node for region in regions] == spans_nodes(numbers).astype(bool).tolist()
+    assert regions[stricter(4, 5)].one_node and stricter(4, 5) == stricter(5, 4)
+
+
+def test_a_key_refuses_what_is_wider_than_its_bits():
+    fits, wide = np.array([4095, 0]), np.array([4096, 0])
+    assert len(set(packed((fits, 12), (fits, 12)).tolist())) == 2
+    with pytest.raises(AssertionError, match="4096 does not fit 12 bits"):
+        packed((wide, 12), (fits, 12))
+    with pytest.raises(AssertionError, match="64 bits"):
+        packed((fits, 32), (fits, 32))

@@ -22,7 +22,7 @@ from nereus.planner.prices.passes import Span
 from nereus.planner.prices.syncs import Shapes
 from nereus.planner.prices.task_prices import TaskPrices
 from nereus.planner.prices.weight_sync import sync_link, sync_seconds
-from nereus.planner.space.candidates import Floats, Ints
+from nereus.planner.space.arrays import Floats, Ints
 from nereus.planner.space.settings import Amounts, Pairs
 from nereus.planner.workload import Workload
 from nereus.workflow import Task

@@ -35,8 +35,7 @@ from nereus.planner.prices.memory import (
     state_numel,
     vocabulary_matrix_bytes,
 )
-from nereus.planner.space.candidates import Floats, Ints
-from nereus.planner.space.settings import Mask
+from nereus.planner.space.arrays import Floats, Ints, Mask
 from nereus.planner.workload import Lengths, Workload
 from nereus.shards.boxes import layer_range
 from nereus.shards.kv_blocks import block_numel, blocks_for, cache_heads

@@ -22,10 +22,12 @@ from nereus.planner.prices.rows import Family, rows_of
 from nereus.planner.prices.syncs import Options, Shapes
 from nereus.planner.prices.task_prices import TaskPrices
 from nereus.planner.prices.weight_sync import largest_numel, sync_link, sync_seconds
-from nereus.planner.space.candidates import RECOMPUTES, Candidates, Floats, Ints, packed
+from nereus.planner.space.arrays import Floats, Ints, Mask
+from nereus.planner.space.candidates import RECOMPUTES, Candidates, packed
 from nereus.planner.space.layouts import Space
 from nereus.planner.space.line import Line
-from nereus.planner.space.settings import Mask, amounts_of, pairs_of
+from nereus.planner.space.regions import KINDS_OF_A_TYPE, type_of
+from nereus.planner.space.settings import amounts_of, pairs_of
 from nereus.planner.workload import Workload
 from nereus.workflow import Workflow
 
@@ -196,13 +198,13 @@ class WeightSync:
         self.pricing = pricing
         line, cost = pricing.line, pricing.cost
         self._link = sync_link(len(line.node_sizes))
-        self._lines = np.stack([cost.lines(region.accelerator, None) for region in line.regions[::2]])
+        self._lines = np.stack([cost.lines(region.accelerator, None) for region in line.regions[::KINDS_OF_A_TYPE]])
 
     def matrix(self, source: ModelStage, sources: Shapes | Candidates, targets: Shapes | Candidates) -> Floats:
         """[sources, targets]: seconds from each candidate of a model-stage to each of another's."""
         pricing, spec = self.pricing, self.pricing.specs[source.role]
         numel = largest_numel(spec, pricing.space.layouts(spec, pricing.line))[targets.tp, targets.pp]
-        slower = np.maximum(targets.region // 2, sources.region[:, None] // 2) if len(self._lines) > 1 else None
+        slower = np.maximum(type_of(targets.region), type_of(sources.region)[:, None]) if len(self._lines) > 1 else None
         return sync_seconds(
             spec, pricing.precision, sources, targets, largest_numel=numel, lines=self._lines, link=self._link,
             slower=slower,
@@ -211,6 +213,6 @@ class WeightSync:
     def classes(self, sources: Candidates, targets: Candidates) -> tuple[Ints, Ints]:
         """([sources], [targets]): keys; candidates with equal ones have equal prices."""
         return (
-            packed((sources.num_devices, 32), (sources.tp, 12), (sources.region // 2, 6)),
-            packed((targets.tp, 12), (targets.pp, 12), (targets.dp, 20), (targets.region // 2, 6)),
+            packed((sources.num_devices, 32), (sources.tp, 12), (type_of(sources.region), 6)),
+            packed((targets.tp, 12), (targets.pp, 12), (targets.dp, 20), (type_of(targets.region), 6)),
         )

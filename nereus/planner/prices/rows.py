@@ -12,9 +12,9 @@ import numpy as np
 from nereus.cluster import Link
 from nereus.planner.prices.passes import Span
 from nereus.planner.prices.task_prices import Layouts
-from nereus.planner.space.candidates import Ints
+from nereus.planner.space.arrays import Ints, Mask
 from nereus.planner.space.line import Region
-from nereus.planner.space.settings import Mask, Pairs
+from nereus.planner.space.settings import Pairs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

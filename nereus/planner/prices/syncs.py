@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from nereus.plan import ModelStage
-from nereus.planner.space.candidates import Candidates, Floats, Ints
+from nereus.planner.space.arrays import Floats, Ints, Mask
+from nereus.planner.space.candidates import Candidates
 
-Mask = npt.NDArray[np.bool_]
 Pair = tuple[ModelStage, ModelStage]
 
 

@@ -32,7 +32,7 @@ from nereus.planner.prices.operations import (
     layer_forward,
 )
 from nereus.planner.prices.passes import Span, pipeline_basis
-from nereus.planner.space.candidates import Floats
+from nereus.planner.space.arrays import Floats
 from nereus.planner.space.settings import Amounts
 from nereus.workflow import Kind
 

@@ -17,7 +17,8 @@ from nereus.planner.prices.memory import Precision
 from nereus.planner.prices.operations import COLUMN, Counts
 from nereus.planner.prices.syncs import Shapes
 from nereus.planner.prices.task_prices import Layouts
-from nereus.planner.space.candidates import Candidates, Floats, Ints
+from nereus.planner.space.arrays import Floats, Ints
+from nereus.planner.space.candidates import Candidates
 
 LAUNCH = COLUMN[(Op.LAUNCH, None)]
 

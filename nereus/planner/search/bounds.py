@@ -15,7 +15,7 @@ import numpy as np
 
 from nereus.plan import ModelStage, Stage
 from nereus.planner.prices.syncs import Options
-from nereus.planner.space.candidates import Floats
+from nereus.planner.space.arrays import Floats
 
 
 def step_of(waves: Floats, *, overlapped: bool) -> Floats:
@@ -38,7 +38,8 @@ class Bounds:
     def __init__(
         self, options: Mapping[ModelStage, Options], *, num_devices: int, in_turn: bool, overlapped: bool = False
     ) -> None:
-        self.options, self.num_devices, self.in_turn = dict(options), num_devices, in_turn
+        self.options, self.num_devices = dict(options), num_devices
+        self.in_turn, self.overlapped = in_turn, overlapped
         self._apart = {m: self._sets_with(m, overlapped) for m in self.options}
         self.num_waves = next(iter(self.options.values())).seconds.shape[1]
         infinite = np.full(self.num_waves, math.inf)

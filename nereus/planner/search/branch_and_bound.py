@@ -7,6 +7,12 @@ wave. Model-stages of one stage lie on disjoint blocks, so a wave is the slowest
 share devices with a model-stage that also has a task in this wave (the trainer's old log-probabilities). Weight
 synchronization between two model-stages is a cost of the pair, nothing where they share parameters.
 
+    sharing.py      who may share devices, and what memory leaves room for
+    bounds.py       seconds that no completion of a partial choice undercuts
+    sync_bounds.py  and what synchronizations add to them
+    dominance.py    candidates that others make needless
+    positions.py    whether blocks can lie together, and where
+
 Every cut is by a bound that holds for all completions, and partial choices that cannot be placed together are
 dropped: the result is the optimum, which `tests/planner` checks against enumeration. It knows neither models nor how
 candidates were priced.
@@ -14,22 +20,23 @@ candidates were priced.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from nereus.plan import ModelStage, Stage
+from nereus.plan import ModelStage
 from nereus.planner.placement import Placement
-from nereus.planner.prices.syncs import Options, Pair, SyncPrice, SyncTable
+from nereus.planner.prices.syncs import Options, Pair, SyncPrice
 from nereus.planner.search.bounds import Bounds, step_of
 from nereus.planner.search.choices import Combination, Part
 from nereus.planner.search.dominance import Frontier, carefree, most_beside
 from nereus.planner.search.positions import Placer
-from nereus.planner.space.candidates import Candidates, Floats, Ints
+from nereus.planner.search.sharing import Sharing
+from nereus.planner.search.sync_bounds import SyncBounds
+from nereus.planner.space.arrays import Floats, Mask
+from nereus.planner.space.candidates import Candidates
 from nereus.planner.space.line import Block, Line
-
-Mask = npt.NDArray[np.bool_]
+from nereus.planner.space.regions import KINDS_OF_A_TYPE
 
 ALLOWANCES = (50, 500, math.inf)
 """Choices tried below each first candidate before the search goes on to the next; then all over with the next of these:
@@ -37,6 +44,20 @@ where memory is tight, the best bound is a poor guide, and a good plan found ear
 
 NARROWING = 0.5
 """The search starts over when a better plan leaves less than this share of the candidates."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entry:
+    """A candidate that may still be part of something faster. shares: it uses its source's parameters in place.
+
+    bound: seconds that no completion with it undercuts. sync: its synchronization from a chosen source.
+    """
+
+    row: int
+    shares: bool
+    bound: float
+    floor: Floats
+    sync: dict[Pair, float]
 
 
 class Combiner:
@@ -66,7 +87,7 @@ class Combiner:
         self.best: Combination | None = None
         self.best_seconds = limit_s
         self._placer = Placer(line, at_start=self.in_turn)
-        self._ends_matter = self.in_turn and len(line.regions) > 2
+        self._ends_matter = self.in_turn and len(line.regions) > KINDS_OF_A_TYPE
         self.budget = math.inf if budget is None else budget
         self.num_tried = self._begun = 0
         self._allowance = self.open_s = math.inf
@@ -83,10 +104,9 @@ class Combiner:
         )
         self.crosser = self.bounds.crosser
         self.order = sorted(tables, key=self._priority)
-        self.prices = SyncTable(tables, self.syncs, self.sync_price)
-        self.devices = {m: table.num_devices for m, table in tables.items()}
+        self.syncs_bound = SyncBounds(tables, self.bounds, self.syncs, self.sync_price)
+        self.sharing = Sharing(self.line, tables, self.syncs, self.placement, self.overlapped, self.crosser)
         self._least_idle = {m: int(np.minimum(t.idle, t.shared_idle).min(initial=1 << 62)) for m, t in tables.items()}
-        self._tasks = {m: (table.seconds > 0).any(axis=0) for m, table in tables.items()}
         self._scarce = not all(
             carefree(table, most_beside(tables, m, {}, in_turn=self.in_turn), self.line).all()
             for m, table in tables.items()
@@ -136,51 +156,70 @@ class Combiner:
             self._narrowed = True
 
     def _expand(self, depth: int, part: Part) -> None:
+        """Try every candidate of the next model-stage below a partial choice, best bound first."""
         if depth == len(self.order):
             self._finish(part)
             return
         model_stage = self.order[depth]
-        table = self.tables[model_stage]
-        floors = self.bounds.completions(model_stage, part.rows, part.floor)
-        bounds = self._step(floors) + part.sync_seconds
-        if part.blocks:
-            bounds[~self._fits_beside(part, model_stage, 0)] = math.inf
-        bounds += self._sync_to_come(model_stage, part, floors, bounds < self.best_seconds)
-        alone, glued, pair = self._sync_bounds(model_stage, part)
-        frontier = Frontier(
-            table,
-            self._compared(model_stage, part, floors),
-            alone,
-            by_shape=any(model_stage == source for source, _ in self.syncs) or self._ends_matter,
-        )
-        apart = bounds if alone is None else bounds + alone
-        beside = most_beside(self.tables, model_stage, part.rows, in_turn=self.in_turn)
-        apart[frontier.needless(apart < self.best_seconds, carefree(table, beside, self.line))] = math.inf
-        entries = [(apart, False)]
-        if glued is not None:
-            entries.append((np.where(glued, bounds, math.inf), True))
-        for row, together, bound in self._ordered(table, entries):
-            if bound >= self.best_seconds or self._narrowed:
+        entries, frontier = self._entries(model_stage, part)
+        for entry in entries:
+            # entries come by rising bounds: where one cannot be faster than the best, none after it can
+            if entry.bound >= self.best_seconds or self._narrowed:
                 break
             if depth == 0:
                 self._begun = self.num_tried
             if self.spent or self.num_tried - self._begun >= self._allowance:
-                self.open_s = min(self.open_s, bound)
+                # what is left untried is no cut: `open_s` says how fast it could still be
+                self.open_s = min(self.open_s, entry.bound)
                 break
-            if frontier.dominates(row, together):
+            # a candidate tried before at this point is no worse in anything that a completion can depend on
+            if frontier.dominates(entry.row, entry.shares):
                 continue
+            frontier.remember(entry.row, entry.shares)
             self.num_tried += 1
-            child = self._extended(part, model_stage, row, together, pair, alone)
-            if child is not None:
-                child.floor = floors[row]
-                if self._looks_ahead(child):
-                    self._expand(depth + 1, child)
+            child = self._extended(part, model_stage, entry)
+            # blocks that do not fit together do not fit with more of them either
+            if child is None:
+                continue
+            # nor can a choice be completed that leaves some model-stage nothing faster than the best
+            floor = self._floor_ahead(child)
+            if floor is not None:
+                child.floor = floor
+                self._expand(depth + 1, child)
+
+    def _entries(self, m: ModelStage, part: Part) -> tuple[Iterator[_Entry], Frontier]:
+        """(candidates of `m` that may still win below `part`, by rising bounds, what compares them with each other)."""
+        table = self.tables[m]
+        floors = self.bounds.completions(m, part.rows, part.floor)
+        bounds = self._step(floors) + part.sync_seconds
+        if part.blocks:
+            # memory or devices run out whatever else is chosen
+            bounds[~self.sharing.fits_beside(part, m, 0)] = math.inf
+        bounds += self.syncs_bound.to_come(m, part, floors, bounds < self.best_seconds, limit_s=self.best_seconds)
+        known = self.syncs_bound.known(m, part)
+        own = known[1] if known else None
+        frontier = Frontier(
+            table,
+            self._compared(m, part, floors),
+            own,
+            by_shape=any(m == source for source, _ in self.syncs) or self._ends_matter,
+        )
+        apart = bounds if own is None else bounds + own
+        beside = most_beside(self.tables, m, part.rows, in_turn=self.in_turn)
+        # where memory is out of the question only seconds and devices count: all dominated rows go at once
+        apart[frontier.needless(apart < self.best_seconds, carefree(table, beside, self.line))] = math.inf
+        ways = [(apart, False)]
+        if known and not self.sharing.must_part(*known[0]):
+            ways.append((np.where(known[2], bounds, math.inf), True))
+        return self._ordered(table, ways, floors, known), frontier
 
     def _compared(self, m: ModelStage, part: Part, floors: Floats) -> Floats:
         """[rows of `m`, waves]: what decides between candidates that need the same devices.
 
-        The floors, except in the shared wave: a member may have to wait for the crosser there, and what hides its own
-        seconds from the floor need not hide them then.
+        The floors, except in the shared wave. There two candidates of one floor may differ: where the floor comes from
+        another model-stage, the slower of them is hidden by it only while it does not have to wait for the crosser.
+        Example: the floor is 5 s, candidates take 2 and 4 s, the crosser 3 s. Alone both end by 5 s; after the crosser
+        they end at 5 and 7 s. So their own seconds are compared.
         """
         if self.in_turn or self.crosser is None or m not in (self.crosser, *self.bounds.shared_members):
             return floors
@@ -191,34 +230,37 @@ class Combiner:
             compared[:, wave] = np.maximum(compared[:, wave], part.floor[wave] - wait_s)
         return compared
 
-    def _looks_ahead(self, part: Part) -> bool:
-        """Whether every model-stage still to be chosen has a candidate left; raises the floor to the fastest of those.
+    def _floor_ahead(self, part: Part) -> Floats | None:
+        """[waves]: seconds that no completion of a choice undercuts; None where none can be faster than the best.
 
-        Out are candidates that need more memory than what must share a device with them leaves.
+        Every model-stage still to be chosen counts with the fastest of the candidates it has left. Out are those that
+        need more memory than what must share a device with them leaves.
         """
+        floor = part.floor.copy()
         if not self.in_turn and self.bounds.shared_members:
             wave = self.bounds.shared_wave
-            part.floor = part.floor.copy()
-            part.floor[wave] = max(part.floor[wave], self.bounds.shared_floor(part.rows))
-            if float(self._step(part.floor)) + part.sync_seconds >= self.best_seconds:
-                return False
+            floor[wave] = max(floor[wave], self.bounds.shared_floor(part.rows))
+            if float(self._step(floor)) + part.sync_seconds >= self.best_seconds:
+                return None
         rest, left = [m for m in self.order if m not in part.rows], dict[ModelStage, Mask]()
         least = {m: self._least_idle[m] for m in rest}
         total = np.zeros(self.bounds.num_waves)
         for m in rest:
-            possible = left[m] = self._fits_beside(part, m, sum(least.values()) - least[m])
+            possible = left[m] = self.sharing.fits_beside(part, m, sum(least.values()) - least[m])
             if not possible.any():
-                return False
+                return None
             fastest = self.bounds.fastest[m] if possible.all() else self.tables[m].seconds[possible].min(axis=0)
             if self.in_turn:
                 total += fastest
             else:
-                part.floor = np.maximum(part.floor, fastest)
+                floor = np.maximum(floor, fastest)
         if self.in_turn:
-            return float((part.waves + total).sum()) + part.sync_seconds < self.best_seconds
-        if float(self._step(part.floor)) + part.sync_seconds + self._syncs_ahead(part, left) >= self.best_seconds:
-            return False
-        return not self._scarce or self._least_fit(part, left)
+            return floor if float((part.waves + total).sum()) + part.sync_seconds < self.best_seconds else None
+        raised = dataclasses.replace(part, floor=floor)
+        added_s = self.syncs_bound.ahead(raised, left, limit_s=self.best_seconds)
+        if float(self._step(floor)) + part.sync_seconds + added_s >= self.best_seconds:
+            return None
+        return floor if not self._scarce or self._least_fit(raised, left) else None
 
     def _least_fit(self, part: Part, possible: Mapping[ModelStage, Mask]) -> bool:
         """Whether a choice can be placed together with blocks that are no larger than any still to be chosen.
@@ -232,190 +274,62 @@ class Combiner:
             left = rows & (self._step(np.maximum(table.seconds, part.floor)) < slack_s)
             if not left.any():
                 return False
-            idle, peak = self._leanest(m)
+            idle, peak = self.sharing.leanest(m)
             smallest = (int(values[left].min()) for values in (table.num_devices, idle, peak))
             blocks = (*blocks, Block(len(blocks), 1, next(smallest), self.line.anywhere, *smallest))
             members = (*members, (m,))
         together = dataclasses.replace(part, blocks=blocks, members=members)
-        return self._placer.place(blocks, self._conflicts(together)) is not None
+        return self._placer.place(blocks, self.sharing.conflicts(together)) is not None
 
-    def _leanest(self, m: ModelStage) -> tuple[Ints, Ints]:
-        """([rows of `m`] each) idle and peak bytes at least: fewer where it may share the parameters of its source."""
-        table = self.tables[m]
-        idle, peak = table.idle, table.active - table.idle
-        if any(m == target for _, target in self.syncs):
-            idle, peak = np.minimum(idle, table.shared_idle), np.minimum(peak, table.shared_active - table.shared_idle)
-        return idle, peak
-
-    def _fits_beside(self, part: Part, m: ModelStage, others: int) -> Mask:
-        """[rows of `m`]: whether memory suffices on devices that it must share; `others`: idle bytes sure to come."""
-        table, room = self.tables[m], self.line.max_capacity
-        idle, peak = self._leanest(m)
-        if self.in_turn:
-            held = sum(block.idle for block in part.blocks)
-            highest = max(block.peak for block in part.blocks)
-            return np.asarray(idle + held + others + np.maximum(peak, highest) <= room)
-        fits = table.num_devices + self._devices_of_others(part, m) <= self.line.num_devices
-        for block, members in zip(part.blocks, part.members, strict=True):
-            forced = table.num_devices + block.grain * block.groups > self.line.num_devices
-            if any(self._must_part(member, m, ()) for member in members):
-                fits &= ~forced
-            else:
-                fits &= ~forced | (idle + block.idle + np.maximum(peak, block.peak) <= room)
-        return fits
-
-    def _devices_of_others(self, part: Part, m: ModelStage) -> int:
-        """Devices that roles other than the one of `m` keep to themselves, at least; 0 where roles may share."""
-        if self.placement is not Placement.DISJOINT:
-            return 0
-        held: dict[str, int] = {}
-        for other in self.order:
-            devices = self.tables[other].num_devices
-            least = int(devices[part.rows[other]]) if other in part.rows else int(devices.min())
-            held[other.role] = max(held.get(other.role, 0), least)
-        return sum(devices for role, devices in held.items() if role != m.role)
-
-    def _sync_to_come(self, model_stage: ModelStage, part: Part, floors: Floats, hopeful: Mask) -> Floats | float:
-        """[rows]: seconds that bringing weights to another model-stage, chosen later, adds at least to hopeful rows."""
-        total: Floats | float = 0.0
-        for pair in self.prices.pairs:
-            if pair[0] == model_stage and pair[1] not in part.rows and hopeful.any():
-                if self.in_turn:
-                    seconds = self.tables[pair[1]].seconds
-                    added = seconds.sum(axis=1) - seconds.min(axis=0).sum()
-                elif self.overlapped:  # what a wave adds may grow with the others
-                    added = np.zeros(len(self.tables[pair[1]]))
-                else:
-                    added = self._lift(pair[1], part, floors[hopeful].max(axis=0))
-                least_s = float(self._step(floors[hopeful]).min()) + part.sync_seconds
-                added[added >= self.best_seconds - least_s] = math.inf
-                total = total + self.prices.least_from(pair, hopeful, added)
-        return total
-
-    def _lift(self, m: ModelStage, part: Part, floor: Floats) -> Floats:
-        """[rows of `m`]: by how much choosing it lifts a step that takes `floor` anyway, at least."""
-        lifted: Floats = self._step(self.bounds.completions(m, part.rows, floor)) - self._step(floor)
-        return lifted
-
-    def _syncs_ahead(self, part: Part, possible: Mapping[ModelStage, Mask]) -> float:
-        """Seconds that synchronizations to model-stages still to be chosen add at least to the floor of a choice.
-
-        possible: the candidates that are left, of each. Only the largest is taken where the tasks of pairs meet in a
-        wave, or waves overlap: what each adds alone may not add up then.
-        """
-        slack_s = self.best_seconds - float(self._step(part.floor)) - part.sync_seconds
-        total, largest, taken = 0.0, 0.0, np.zeros(self.bounds.num_waves, dtype=np.int64)
-        for pair in self.prices.pairs:
-            source, target = pair
-            if target in part.rows:
-                continue
-            if source in part.rows:
-                added = self._step(np.maximum(self.tables[target].seconds, part.floor)) - self._step(part.floor)
-                added[~possible[target] | (added >= slack_s)] = math.inf
-                chosen = np.arange(len(self.tables[source])) == part.rows[source]
-                least = float(self.prices.least_from(pair, chosen, added)[part.rows[source]])
-                taken += self._tasks[target]
-            elif (self._tasks[source] & self._tasks[target]).any():
-                continue
-            else:
-                added = self._lift(target, part, part.floor)
-                added[~possible[target] | (added >= slack_s)] = math.inf
-                alone = self._lift(source, part, part.floor)
-                before = np.zeros_like(alone) if self.overlapped else alone.copy()
-                before[~possible[source] | (alone >= slack_s)] = math.inf
-                least = self.prices.least_of(pair, before, added)
-                taken += self._tasks[source] | self._tasks[target]
-            total, largest = total + least, max(largest, least)
-        return total if taken.max() <= 1 and not self.overlapped else largest
-
-    def _sync_bounds(self, model_stage: ModelStage, part: Part) -> tuple[Floats | None, Mask | None, Pair | None]:
-        """(seconds of synchronization per row when apart, rows that could share parameters, the pair)."""
-        for pair in self.prices.pairs:
-            if pair[1] == model_stage and pair[0] in part.rows:
-                alone, alike = self.prices.apart(pair, part.rows[pair[0]])
-                return alone, None if self._must_part(*pair, ()) else alike, pair
-        return None, None, None
-
-    def _ordered(self, table: Candidates, entries: Sequence[tuple[Floats, bool]]) -> "list[tuple[int, bool, float]]":
-        """(row, sharing, bound) of what may still win, best bound first, less memory first among equals."""
+    def _ordered(
+        self,
+        table: Candidates,
+        ways: Sequence[tuple[Floats, bool]],
+        floors: Floats,
+        known: tuple[Pair, Floats, Mask] | None,
+    ) -> Iterator[_Entry]:
+        """What may still win of (bounds, sharing) ways, best bound first, less memory first among equals."""
         rows, bounds, flags = [], [], []
-        for values, together in entries:
+        for values, shares in ways:
             hopeful = np.flatnonzero(values < self.best_seconds)
             rows.append(hopeful)
             bounds.append(values[hopeful])
-            flags.append(np.full(len(hopeful), together))
+            flags.append(np.full(len(hopeful), shares))
         row, bound, flag = np.concatenate(rows), np.concatenate(bounds), np.concatenate(flags)
         order = np.lexsort((table.idle[row], table.active[row], ~flag, bound))
-        return list(zip(row[order].tolist(), flag[order].tolist(), bound[order].tolist(), strict=True))
+        for at, shares, seconds in zip(row[order].tolist(), flag[order].tolist(), bound[order].tolist(), strict=True):
+            sync = {known[0]: 0.0 if shares else float(known[1][at])} if known else {}
+            yield _Entry(at, shares, seconds, floors[at], sync)
 
-    def _extended(
-        self,
-        part: Part,
-        model_stage: ModelStage,
-        row: int,
-        together: bool,
-        pair: Pair | None,
-        alone: Floats | None,
-    ) -> Part | None:
+    def _extended(self, part: Part, model_stage: ModelStage, entry: _Entry) -> Part | None:
         """`part` with one more choice, or None where its blocks cannot be placed together."""
-        table = self.tables[model_stage]
-        seconds = table.seconds[row]
+        seconds = self.tables[model_stage].seconds[entry.row]
         waves = part.waves + seconds if self.in_turn else np.maximum(part.waves, seconds)
-        sync, shared = part.sync, part.shared
-        if together:
-            assert pair is not None
-            at = next(i for i, m in enumerate(part.members) if pair[0] in m)
-            blocks = (*part.blocks[:at], self._glued(part, at, model_stage, row), *part.blocks[at + 1 :])
+        shared = part.shared
+        if entry.shares:
+            ((source, _),) = entry.sync
+            at = next(i for i, members in enumerate(part.members) if source in members)
+            block = self.sharing.joined(part.blocks[at], model_stage, entry.row)
+            blocks = (*part.blocks[:at], block, *part.blocks[at + 1 :])
             members = (*part.members[:at], (*part.members[at], model_stage), *part.members[at + 1 :])
-            sync, shared = {**sync, pair: 0.0}, shared | {model_stage}
+            shared |= {model_stage}
         else:
-            grain = int(table.grain[row])
-            groups = int(table.num_devices[row]) // grain
-            idle = int(table.idle[row])
-            block = Block(len(part.blocks), grain, groups, int(table.region[row]), idle, int(table.active[row]) - idle)
-            blocks, members = (*part.blocks, block), (*part.members, (model_stage,))
-            if pair is not None and alone is not None:
-                sync = {**sync, pair: float(alone[row])}
-        child = Part(waves, part.floor, sync, {**part.rows, model_stage: row}, blocks, members, shared)
-        spans = self._placer.place(child.blocks, self._conflicts(child))
+            blocks = (*part.blocks, self.sharing.block(len(part.blocks), model_stage, entry.row))
+            members = (*part.members, (model_stage,))
+        rows = {**part.rows, model_stage: entry.row}
+        child = Part(waves, entry.floor, {**part.sync, **entry.sync}, rows, blocks, members, shared)
+        spans = self._placer.place(child.blocks, self.sharing.conflicts(child))
         if spans is None:
             return None
         child.spans = spans
         return child
-
-    def _glued(self, part: Part, at: int, model_stage: ModelStage, row: int) -> Block:
-        """The block of a training model-stage and one that uses its parameters in place; the stricter region holds."""
-        block, table = part.blocks[at], self.tables[model_stage]
-        idle = block.idle + int(table.shared_idle[row])
-        peak = max(block.peak, int(table.shared_active[row] - table.shared_idle[row]))
-        region = min(block.region, int(table.region[row]))
-        return dataclasses.replace(block, idle=idle, peak=peak, region=region)
-
-    def _conflicts(self, part: Part, apart: Sequence[ModelStage] = ()) -> tuple[int, ...]:
-        """For each block the mask of those it must not overlap; `apart`: model-stages to keep off the crosser."""
-        masks = [0] * len(part.blocks)
-        if self.in_turn:
-            return tuple(masks)
-        for a in range(len(part.blocks)):
-            for b in range(a):
-                if any(self._must_part(x, y, apart) for x in part.members[a] for y in part.members[b]):
-                    masks[a] |= 1 << b
-                    masks[b] |= 1 << a
-        return tuple(masks)
-
-    def _must_part(self, x: ModelStage, y: ModelStage, apart: Sequence[ModelStage]) -> bool:
-        if x.stage == y.stage or (self.placement is Placement.DISJOINT and x.role != y.role):
-            return True
-        if self.overlapped and Stage.GENERATION in (x.stage, y.stage):
-            return True
-        return (x == self.crosser and y in apart) or (y == self.crosser and x in apart)
 
     def _finish(self, part: Part) -> None:
         """Place a complete choice so that the shared wave is as short as can be; keep it where it is the fastest."""
         for waves, apart in self._wave_options(part):
             if float(self._step(waves)) + part.sync_seconds >= self.best_seconds:
                 return
-            spans = self._placer.place(part.blocks, self._conflicts(part, apart))
+            spans = self._placer.place(part.blocks, self.sharing.conflicts(part, apart))
             if spans is None:
                 continue
             where = {m: spans[i] for i, members in enumerate(part.members) for m in members}

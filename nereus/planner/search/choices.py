@@ -7,7 +7,8 @@ import numpy as np
 from nereus.plan import ModelStage
 from nereus.planner.prices.syncs import Pair
 from nereus.planner.search.bounds import step_of
-from nereus.planner.space.candidates import Candidate, Floats
+from nereus.planner.space.arrays import Floats
+from nereus.planner.space.candidates import Candidate
 from nereus.planner.space.line import Block
 
 

@@ -1,15 +1,22 @@
-"""Which candidates of a model-stage others make needless below one partial choice."""
+"""Candidates that need not be tried below a partial choice, because another of the same model-stage is as good there.
+
+A candidate is needless where another needs no more of anything that can still matter: seconds in each wave, seconds
+of synchronization, devices, bytes, and a place to lie. Whatever completes the first completes the other too, no
+slower. Example, where memory cannot bind: candidates of one type and grain with (seconds, devices)
+
+    (3.0, 8)  (3.5, 4)  (3.6, 6)  (4.0, 2)
+
+The third is needless, for the second is faster on fewer devices. The others stay: what is left of the devices decides.
+"""
 
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from nereus.plan import ModelStage, Stage
-from nereus.planner.space.candidates import Candidates, Floats, Ints
+from nereus.planner.space.arrays import Floats, Ints, Mask
+from nereus.planner.space.candidates import Candidates
 from nereus.planner.space.line import Line
-
-Mask = npt.NDArray[np.bool_]
 
 
 def most_beside(
@@ -77,19 +84,21 @@ class Frontier:
         lowest = np.minimum.accumulate(lowered)
         return rows[order[1:][lowered[1:] >= lowest[:-1]]]
 
-    def dominates(self, row: int, together: bool) -> bool:
-        """Whether an earlier candidate makes this one needless; remembers it where not."""
-        rows, table = np.array(self.tried[together], dtype=np.int64), self.table
-        active, idle = (table.shared_active, table.shared_idle) if together else (table.active, table.idle)
+    def dominates(self, row: int, shares: bool) -> bool:
+        """Whether a candidate remembered before makes this one needless. Those that share parameters are compared with
+        each other alone."""
+        rows, table = np.array(self.tried[shares], dtype=np.int64), self.table
+        active, idle = (table.shared_active, table.shared_idle) if shares else (table.active, table.idle)
         worse = (active[rows] <= active[row]) & (idle[rows] <= idle[row]) & (table.region[rows] == table.region[row])
         worse &= (self.waves[rows] <= self.waves[row]).all(axis=1)
-        if together or self.by_shape:
+        if shares or self.by_shape:
             for column in (table.tp, table.pp, table.dp, table.grain):
                 worse &= column[rows] == column[row]
         else:
             worse &= (self.devices[rows] <= self.devices[row]) & (table.grain[row] % table.grain[rows] == 0)
             worse &= self.sync[rows] <= self.sync[row]
-        if worse.any():
-            return True
-        self.tried[together].append(row)
-        return False
+        return bool(worse.any())
+
+    def remember(self, row: int, shares: bool) -> None:
+        """Count a candidate among those tried."""
+        self.tried[shares].append(row)

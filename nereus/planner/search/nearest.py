@@ -14,7 +14,8 @@ import numpy as np
 from nereus.plan import ModelStage, Plan, StagePlan
 from nereus.planner.placement import Placement
 from nereus.planner.search.choices import Combination
-from nereus.planner.space.candidates import Candidate, Ints
+from nereus.planner.space.arrays import Ints
+from nereus.planner.space.candidates import Candidate
 from nereus.planner.space.line import Line
 
 MAX_TRIED = 4096

@@ -23,7 +23,8 @@ from nereus.planner.search.choices import Combination
 from nereus.planner.search.dominance import carefree, most_beside
 from nereus.planner.search.nearest import nearest_spans
 from nereus.planner.search.refusal import Refusal, refuse
-from nereus.planner.space.candidates import Candidate, Candidates, Floats, Ints, best_settings
+from nereus.planner.space.arrays import Floats, Ints
+from nereus.planner.space.candidates import Candidate, Candidates, best_settings
 from nereus.planner.space.line import Line
 
 EXACT_DEVICES = 16

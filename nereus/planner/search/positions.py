@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from nereus.planner.space.line import Block, Line
+from nereus.planner.space.regions import KINDS_OF_A_TYPE
 
 Spans = tuple[tuple[int, int], ...]
 """[start, end) of blocks."""
@@ -145,7 +146,7 @@ class Placer:
 
     def __init__(self, line: Line, *, at_start: bool) -> None:
         self.line, self.at_start, self.num_solved = line, at_start, 0
-        self._any_length = len(line.regions) <= 2
+        self._any_length = len(line.regions) <= KINDS_OF_A_TYPE
         self._known: dict[tuple[object, ...], tuple[_Vectors, _Vectors, list[Spans]]] = {}
 
     def place(self, blocks: Sequence[Block], conflicts: tuple[int, ...]) -> Spans | None:

@@ -11,17 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from nereus.plan import Layout, ModelStage, Recompute
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from nereus.planner.space.arrays import Floats, Ints
+from nereus.planner.space.regions import spans_nodes, type_of
 
 RECOMPUTES = tuple(Recompute)
 
 
 def packed(*columns: tuple[Ints, int]) -> Ints:
     """One number for each row of (column, bits) pairs, equal where all are; a column's values need at most its bits."""
+    assert sum(bits for _, bits in columns) < 63, "a key and one bit more must fit a signed number of 64 bits"
     keys = np.zeros_like(columns[0][0])
     for column, bits in columns:
+        assert column.max(initial=0) < 1 << bits, f"{int(column.max())} does not fit {bits} bits of a key"
         keys = (keys << bits) | column
     return keys
 
@@ -96,7 +97,7 @@ class Candidates:
     @property
     def shape_keys(self) -> Ints:
         """A number for each layout, dp, grain and accelerator type: candidates with equal ones could share a block."""
-        return packed((self.tp, 12), (self.pp, 12), (self.dp, 20), (self.grain, 12), (self.region // 2, 6))
+        return packed((self.tp, 12), (self.pp, 12), (self.dp, 20), (self.grain, 12), (type_of(self.region), 6))
 
     def take(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "Candidates":
         """The candidates at some rows, in that order."""
@@ -154,7 +155,7 @@ def best_settings(candidates: Candidates) -> Candidates:
     """
     if not len(candidates):
         return candidates
-    keys = (candidates.shape_keys << 1) | (candidates.region & 1)
+    keys = (candidates.shape_keys << 1) | spans_nodes(candidates.region)
     order = np.lexsort((candidates.active, candidates.total_seconds, keys))
     ordered, keys = candidates.take(order), keys[order]
     group = np.concatenate([[0], np.cumsum(keys[1:] != keys[:-1])])

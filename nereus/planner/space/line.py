@@ -85,7 +85,7 @@ class Line:
         return line
 
     def _regions(self, rank: Mapping[str, int]) -> tuple[Region, ...]:
-        """Two for each type: a block runs at the slowest type found up to its end."""
+        """Two for each type, in the order of `regions`: a block runs at the slowest type found up to its end."""
         types = [d.accelerator for d in self.devices]
         slowest, regions, low = types[0], list[Region](), 0
         for position in range(1, self.num_devices + 1):

@@ -8,15 +8,12 @@ import dataclasses
 import functools
 
 import numpy as np
-import numpy.typing as npt
 
 from nereus.engine_facts import causal_pairs
 from nereus.plan import Stage
-from nereus.planner.space.candidates import Floats, Ints
+from nereus.planner.space.arrays import Floats, Ints
 from nereus.planner.space.layouts import Space
 from nereus.planner.workload import Workload, segments, slowest_mean
-
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
