@@ -225,7 +225,8 @@ class ModelOutlook(Outlook):
         launch = COLUMN[(Op.LAUNCH, None)]
         total, crowded_s = Bill(), 0.0
         for m, stage in priced.stages.items():
-            # Processor workers that share cores take longer for the same work: it is counted that much larger.
+            # Processor workers that share cores take longer for the same work. Its counts are raised by that factor, so
+            # that the calibration learns the speed of a worker with cores of its own.
             crowding = float(stage.cost.lines[1, launch] / plain[1, launch])
             crowded_s += crowding * report.task_s.get(m, 0.0)
             bill = Bill()

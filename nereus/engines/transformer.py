@@ -46,7 +46,7 @@ class Attend(Protocol):
 class LayerWeights:
     """Weights of one layer as the rank computes with them; fused matrices are stacked on dim 0.
 
-    A norm without weight has it in the matrix that follows (`packing.py`), with the factor sqrt(H).
+    A norm whose weight is absent here had it multiplied into the matrix that follows (`packing.py`), with sqrt(H).
     """
 
     input_norm: torch.Tensor | None

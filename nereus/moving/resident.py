@@ -182,7 +182,10 @@ class Residents:
         self._epochs[epoch] = named
 
     def release(self, keys: Iterable[BufferKey]) -> None:
-        """Free buffers; those that are not there are left out. An epoch that names one finds it when refilled."""
+        """Free buffers; those that are not there are left out.
+
+        Epochs still name them, so that a buffer which is filled again on the way back is found under its old name.
+        """
         self._detach()
         for key in keys:
             self._drop(key)

@@ -13,8 +13,8 @@ from nereus.cluster import Accelerator
 from nereus.supply.supply import Announcement, SupplyView
 
 DRAIN_MARGIN_S = 5.0
-"""A node is announced to leave so much before its deadline: for what no prediction of the step and of moving off it
-holds, such as the end of its workers and a clock that differs."""
+"""A node is announced to leave this long before its deadline. Predictions cover the step and moving off the node; the
+margin is for the rest, such as the end of its workers and a clock that differs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

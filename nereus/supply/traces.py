@@ -39,7 +39,7 @@ FORMS = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Change:
+class SupplyChange:
     """From `time_s` on, these devices (ascending) are there."""
 
     time_s: float
@@ -50,7 +50,7 @@ class Change:
 class DeviceTrace:
     """Changes in ascending time, the first at 0; the last lasts for ever."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[SupplyChange, ...]
 
     @property
     def device_ids(self) -> tuple[int, ...]:
@@ -77,8 +77,8 @@ def read_trace(path: Path, *, seed: int = 0) -> DeviceTrace:
 def trace_of_counts(counts: list[tuple[float, int]], *, seed: int) -> DeviceTrace:
     """The trace of (time_s, count) rows in ascending time; before the first row its count holds."""
     devices = draw_devices([count for _, count in counts], seed=seed)
-    changes = [Change(time_s, ids) for (time_s, _), ids in zip(counts, devices, strict=True)]
-    changes[0] = Change(0.0, changes[0].devices)
+    changes = [SupplyChange(time_s, ids) for (time_s, _), ids in zip(counts, devices, strict=True)]
+    changes[0] = SupplyChange(0.0, changes[0].devices)
     return DeviceTrace(tuple(c for i, c in enumerate(changes) if i == 0 or c.devices != changes[i - 1].devices))
 
 
@@ -161,7 +161,7 @@ def _from_names(rows: list[tuple[int, list[str]]], path: Path) -> DeviceTrace:
     """Bamboo's rows; devices are numbered in the order in which their nodes first come."""
     ids: dict[str, int] = {}
     here: set[int] = set()
-    changes: list[Change] = []
+    changes: list[SupplyChange] = []
     _check_times([(line, _number(row, 0, path, line)) for line, row in rows], path)
     for line, row in rows:
         if len(row) != 3 or row[1].strip() not in ("add", "remove"):
@@ -175,8 +175,8 @@ def _from_names(rows: list[tuple[int, list[str]]], path: Path) -> DeviceTrace:
             here.remove(ids[name])
         if changes and changes[-1].time_s == time_s:
             changes.pop()
-        changes.append(Change(time_s, tuple(sorted(here))))
-    changes[0] = Change(0.0, changes[0].devices)
+        changes.append(SupplyChange(time_s, tuple(sorted(here))))
+    changes[0] = SupplyChange(0.0, changes[0].devices)
     return DeviceTrace(tuple(changes))
 
 

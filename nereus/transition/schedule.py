@@ -17,7 +17,7 @@ NODE_LIMIT = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Job:
+class TimedOperation:
     """An operation to be ordered: `seconds`, and bit masks of those it follows and those it shares a device with."""
 
     seconds: float
@@ -25,88 +25,88 @@ class Job:
     conflicts: int = 0
 
 
-def best_order(jobs: Sequence[Job], *, node_limit: int = NODE_LIMIT) -> tuple[int, ...]:
-    """Indices of `jobs` in the order to run them; predecessors must have lower indices. Ties keep the given order."""
-    search = _Search(jobs, node_limit)
+def best_order(operations: Sequence[TimedOperation], *, node_limit: int = NODE_LIMIT) -> tuple[int, ...]:
+    """Indices of `operations` in the order to run them. Predecessors must have lower indices; ties keep the order."""
+    search = _Search(operations, node_limit)
     search.start_with_list_schedule()
-    bound = max(max(search.tails, default=0.0), heaviest_clique(jobs))
+    bound = max(max(search.tails, default=0.0), heaviest_clique(operations))
     if search.best_s > bound * (1 + 1e-9):
-        search.branch([], 0, [0.0] * len(jobs), 0.0)
+        search.branch([], 0, [0.0] * len(operations), 0.0)
     return tuple(search.best)
 
 
-def heaviest_clique(jobs: Sequence[Job]) -> float:
+def heaviest_clique(operations: Sequence[TimedOperation]) -> float:
     """Seconds of the longest set of operations that pairwise share devices or follow each other: none can overlap.
 
     Found greedily from every operation, so it is a lower bound on the makespan and mostly the best of its kind.
     """
-    related = [job.conflicts | job.after for job in jobs]
-    for index, job in enumerate(jobs):
+    related = [operation.conflicts | operation.after for operation in operations]
+    for index, operation in enumerate(operations):
         for i in range(index):
-            if job.after >> i & 1:
+            if operation.after >> i & 1:
                 related[i] |= 1 << index
-    by_length = sorted(range(len(jobs)), key=lambda i: -jobs[i].seconds)
+    by_length = sorted(range(len(operations)), key=lambda i: -operations[i].seconds)
     longest = 0.0
     for first in by_length:
-        common, total = related[first], jobs[first].seconds
+        common, total = related[first], operations[first].seconds
         for i in by_length:
             if common >> i & 1:
                 common &= related[i]
-                total += jobs[i].seconds
+                total += operations[i].seconds
         longest = max(longest, total)
     return longest
 
 
-def makespan(jobs: Sequence[Job], order: Sequence[int]) -> float:
+def makespan(operations: Sequence[TimedOperation], order: Sequence[int]) -> float:
     """Seconds until the last operation ends under an order."""
     ends: dict[int, float] = {}
     for index in order:
-        waits = jobs[index].after | jobs[index].conflicts
-        ends[index] = max((end for i, end in ends.items() if waits >> i & 1), default=0.0) + jobs[index].seconds
+        waits = operations[index].after | operations[index].conflicts
+        ends[index] = max((end for i, end in ends.items() if waits >> i & 1), default=0.0) + operations[index].seconds
     return max(ends.values(), default=0.0)
 
 
 class _Search:
     """Depth-first branch and bound over orders; the best found so far is always a whole order."""
 
-    def __init__(self, jobs: Sequence[Job], node_limit: int) -> None:
-        self.jobs = jobs
+    def __init__(self, operations: Sequence[TimedOperation], node_limit: int) -> None:
+        self.operations = operations
         self.nodes_left = node_limit
-        self.tails = _tails(jobs)
-        self.by_tail = sorted(range(len(jobs)), key=lambda i: -self.tails[i])
-        self.best: list[int] = list(range(len(jobs)))
-        self.best_s = makespan(jobs, self.best)
+        self.tails = _tails(operations)
+        self.by_tail = sorted(range(len(operations)), key=lambda i: -self.tails[i])
+        self.best: list[int] = list(range(len(operations)))
+        self.best_s = makespan(operations, self.best)
 
     def start_with_list_schedule(self) -> None:
         """Repeatedly place the ready operation that can start first, longest path first among equals."""
         placed: list[int] = []
-        mask, earliest = 0, [0.0] * len(self.jobs)
-        while len(placed) < len(self.jobs):
-            ready = [i for i in self.by_tail if not mask >> i & 1 and self.jobs[i].after & ~mask == 0]
+        mask, earliest = 0, [0.0] * len(self.operations)
+        while len(placed) < len(self.operations):
+            ready = [i for i in self.by_tail if not mask >> i & 1 and self.operations[i].after & ~mask == 0]
             index = min(ready, key=lambda i: earliest[i])
             earliest = self._placed(index, earliest)
             placed.append(index)
             mask |= 1 << index
-        seconds = makespan(self.jobs, placed)
+        seconds = makespan(self.operations, placed)
         if seconds <= self.best_s:
             self.best, self.best_s = placed, seconds
 
     def _placed(self, index: int, earliest: Sequence[float]) -> list[float]:
         """Earliest starts once an operation has its place."""
-        job, end, bit = self.jobs[index], earliest[index] + self.jobs[index].seconds, 1 << index
+        operation, end, bit = self.operations[index], earliest[index] + self.operations[index].seconds, 1 << index
         result = list(earliest)
-        for i, other in enumerate(self.jobs):
-            if (job.conflicts >> i & 1 or other.after & bit) and result[i] < end:
+        for i, other in enumerate(self.operations):
+            if (operation.conflicts >> i & 1 or other.after & bit) and result[i] < end:
                 result[i] = end
         return result
 
     def branch(self, placed: list[int], mask: int, earliest: list[float], ended_s: float) -> None:
-        if len(placed) == len(self.jobs):
+        if len(placed) == len(self.operations):
             if ended_s < self.best_s:
                 self.best, self.best_s = list(placed), ended_s
             return
         for index in self.by_tail:
-            if mask >> index & 1 or self.jobs[index].after & ~mask:
+            if mask >> index & 1 or self.operations[index].after & ~mask:
                 continue
             if self.nodes_left <= 0:
                 return
@@ -114,18 +114,18 @@ class _Search:
             after = self._placed(index, earliest)
             rest = mask | 1 << index
             bound = max((after[i] + self.tails[i] for i in self.by_tail if not rest >> i & 1), default=0.0)
-            ended = max(ended_s, earliest[index] + self.jobs[index].seconds)
+            ended = max(ended_s, earliest[index] + self.operations[index].seconds)
             if max(bound, ended) < self.best_s * (1 - 1e-9):
                 self.branch([*placed, index], rest, after, ended)
 
 
-def _tails(jobs: Sequence[Job]) -> list[float]:
+def _tails(operations: Sequence[TimedOperation]) -> list[float]:
     """Longest path from the start of each operation to the end of all that follow it."""
-    tails = [job.seconds for job in jobs]
-    for index in range(len(jobs) - 1, -1, -1):
+    tails = [operation.seconds for operation in operations]
+    for index in range(len(operations) - 1, -1, -1):
         for i in range(index):
-            if jobs[index].after >> i & 1:
-                tails[i] = max(tails[i], jobs[i].seconds + tails[index])
+            if operations[index].after >> i & 1:
+                tails[i] = max(tails[i], operations[i].seconds + tails[index])
     return tails
 
 

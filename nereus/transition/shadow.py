@@ -13,7 +13,7 @@ from nereus.shards.overlap import BoolArray, IntArray
 from nereus.transition.diff import Change, Held
 from nereus.transition.operations import Infeasible, Mode, TransitionDag
 from nereus.transition.price import Buffers, DeviceTable, Rates, StageState, readable_bytes
-from nereus.transition.schedule import DagBuilder, Job, best_order
+from nereus.transition.schedule import DagBuilder, TimedOperation, best_order
 from nereus.transition.steps import Step, building_steps, destroy_step
 
 
@@ -105,7 +105,7 @@ def _order(steps: Sequence[Step], owner: Sequence[int], shared: Sequence[Sequenc
     if len(steps) < 2:
         return tuple(range(len(steps)))
     jobs = [
-        Job(
+        TimedOperation(
             step.load.seconds,
             after=sum(1 << j for j in range(i) if owner[j] == owner[i]),
             conflicts=sum(1 << j for j in range(len(steps)) if shared[i][j] and j != i),

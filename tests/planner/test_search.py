@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from instances import random_problem, random_tables
 
+from nereus.plan import ACTOR_TRAINING, CRITIC_INFERENCE, REFERENCE_INFERENCE
 from nereus.planner.evaluate import price
+from nereus.planner.prices.syncs import Options
+from nereus.planner.search.bounds import Bounds
 from nereus.planner.search.branch_and_bound import Combiner
 from nereus.planner.search.optimum import Choice, optimum, search
 from nereus.planner.search.refusal import Refusal
@@ -167,3 +170,24 @@ def test_planning_imports_no_torch_and_stays_small():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 100 * 1024
+
+
+def test_the_worked_example_of_the_bounds_is_what_they_say():
+    def options(*rows, wave=1):
+        seconds = np.zeros((len(rows), 3))
+        seconds[:, wave] = [taken for _, taken in rows]
+        return Options(np.array([devices for devices, _ in rows]), seconds)
+
+    crosser = options((4, 3.0))
+    crosser.seconds[:, 2] = 5.0
+    bounds = Bounds(
+        {
+            ACTOR_TRAINING: crosser,
+            REFERENCE_INFERENCE: options((6, 2.0), (2, 4.0)),
+            CRITIC_INFERENCE: options((8, 2.0), (4, 4.0), (2, 8.0)),
+        },
+        num_devices=8,
+        in_turn=False,
+    )
+    assert bounds.completions(ACTOR_TRAINING, {}, np.zeros(3))[0].tolist() == [0.0, 5.0, 5.0]
+    assert bounds.shared_floor({ACTOR_TRAINING: 0}) == 7.0

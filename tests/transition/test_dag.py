@@ -14,7 +14,7 @@ from nereus.transition.dag import build_dag
 from nereus.transition.diff import diff
 from nereus.transition.operations import EdgeKind, Feasible, Infeasible, Mode, Primitive, TransitionDag
 from nereus.transition.price import Rates, lacking_elements
-from nereus.transition.schedule import Job, best_order, heaviest_clique, makespan, transition_seconds, waits
+from nereus.transition.schedule import TimedOperation, best_order, heaviest_clique, makespan, transition_seconds, waits
 
 
 def plan(**stages: str) -> Plan:
@@ -127,14 +127,16 @@ jobs_lists = st.lists(
 )  # fmt: skip
 
 
-def random_jobs(rows: list[tuple[float, int, int]]) -> list[Job]:
+def random_jobs(rows: list[tuple[float, int, int]]) -> list[TimedOperation]:
     """Jobs with predecessors among earlier ones and symmetric conflicts."""
     conflicts = [[False] * len(rows) for _ in rows]
     for i, (_, _, mask) in enumerate(rows):
         for j in range(i):
             conflicts[i][j] = conflicts[j][i] = bool(mask >> j & 1)
     return [
-        Job(seconds, after & ((1 << i) - 1) & 0b10101, sum(1 << j for j, both in enumerate(conflicts[i]) if both))
+        TimedOperation(
+            seconds, after & ((1 << i) - 1) & 0b10101, sum(1 << j for j, both in enumerate(conflicts[i]) if both)
+        )
         for i, (seconds, after, _) in enumerate(rows)
     ]
 

@@ -2,8 +2,18 @@
 
 Only seconds and numbers of devices enter; memory, positions and synchronization can make a step slower, not faster.
 Within a stage devices are shared out: what one model-stage takes, those that run beside it do not have. In the wave in
-which one model-stage of another stage also has a task (the *crosser*: the trainer's old log-probabilities), members
-either leave its devices alone or wait for it.
+which one model-stage of another stage also has a task (the *crosser*: the trainer's old log-probabilities; the wave is
+the *shared* one, the others in it its *members*), members either leave its devices alone or wait for it.
+
+Example: 8 devices, the crosser holds 4 of them for 3 s of the shared wave. Two members take, on (devices: seconds),
+
+    reference   6: 2 s   2: 4 s        critic   8: 2 s   4: 4 s   2: 8 s
+
+Both beside the crosser share its 4 other devices, 2 each: 8 s. The reference beside it (4 s) and the critic after it
+would end at 3 + 2 = 5 s if the critic had all 8 devices: that is the bound of `completions`, which gives those that
+wait all that is left by what has been chosen. But the reference has 2 of them at least, so the critic has 6 at most
+and ends at 3 + 4 = 7 s: the bound of `shared_floor`, which counts the devices of all members together. It takes longer
+to find, and is asked of choices that passed the first.
 """
 
 import bisect
@@ -144,7 +154,10 @@ class Bounds:
 
     def _best_split(self, model_stage: ModelStage, rows: Mapping[ModelStage, int], own: Options) -> Floats:
         """Seconds of the shared wave by the best split of its members into those that leave the crosser's devices alone
-        and those that wait for it, for each option of `model_stage` (the crosser or a member)."""
+        and those that wait for it, for each option of `model_stage` (the crosser or a member).
+
+        A bound: members still open that wait each count as if they had all devices that the chosen ones leave.
+        """
         assert self.crosser is not None
         wave, crosser = self.shared_wave, self.options[self.crosser]
         is_crosser = model_stage == self.crosser

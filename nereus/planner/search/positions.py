@@ -215,7 +215,12 @@ def _enough_memory(line: Line, blocks: Sequence[Block]) -> bool:
 
 
 def _enough_devices(line: Line, blocks: Sequence[Block], conflicts: Sequence[int]) -> bool:
-    """Whether every set of blocks has as many devices as it needs, given how many of them can share one at most."""
+    """Whether every set of blocks has the devices it needs: no more than all devices times the most blocks of the set
+    that can share one. A necessary condition, cheap to check before blocks are placed.
+
+    Example: three blocks of 5 devices on a line of 8. If two of them can share a device but not all three, a device
+    serves at most two, so at most 16 places are there for 15: they may fit. If none can share, 15 exceed 8.
+    """
     index = {block.index: place for place, block in enumerate(blocks)}
     excluded = [sum(1 << place for bit, place in index.items() if mask >> bit & 1) for mask in conflicts]
     sharing, shares, needed = [True], [0], [0]
