@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from nereus.recipe.config import OptimizerConfig
+from nereus.recipe.sections import OptimizerConfig
 
 __all__ = ["DECAYS", "LearningRate"]
 

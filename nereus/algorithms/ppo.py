@@ -15,7 +15,8 @@ from nereus.algorithms.metrics import batch_metrics
 from nereus.algorithms.objectives import PolicyObjective, ValueObjective
 from nereus.algorithms.types import GlobalCounts, Sampling
 from nereus.plan import Role
-from nereus.recipe.config import ActorConfig, AlgorithmConfig, CriticConfig, RunConfig
+from nereus.recipe.config import RunConfig
+from nereus.recipe.sections import ActorConfig, AlgorithmConfig, CriticConfig
 
 __all__ = ["PPO", "cut_mini_batches", "global_permutation"]
 

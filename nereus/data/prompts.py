@@ -18,7 +18,7 @@ import pyarrow.parquet
 
 from nereus.data.tokenizers import Tokenizer
 from nereus.errors import DataError
-from nereus.recipe.config import DataSource
+from nereus.recipe.sections import DataSource
 
 __all__ = ["Prompt", "PromptOrder", "Row", "held_out", "read_rows", "tokenize"]
 

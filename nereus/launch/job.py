@@ -24,7 +24,8 @@ from nereus.examples.chain_sum.warm_start import Progress, WarmModels, ensure_wa
 from nereus.hf_config import read_model, read_stop_ids
 from nereus.model import Head, ModelSpec
 from nereus.plan import Role
-from nereus.recipe.config import OptimizerConfig, RunConfig, check_model
+from nereus.recipe.config import RunConfig, check_model
+from nereus.recipe.sections import OptimizerConfig
 from nereus.runtime.live import JobSetup
 from nereus.runtime.worker import RoleSetup
 

@@ -16,7 +16,8 @@ from nereus.launch.discovery import check_address
 from nereus.launch.job import Job, prepare_job
 from nereus.plan import Plan
 from nereus.planner.prices.calibration import Calibration
-from nereus.recipe.config import RunConfig, TransitionConfig
+from nereus.recipe.config import RunConfig
+from nereus.recipe.sections import TransitionConfig
 from nereus.reports.control import Requests, Status, started_ticks
 from nereus.reports.events import (
     Decision,

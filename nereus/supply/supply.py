@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nereus.errors import ConfigError, DataError
-from nereus.recipe.config import SupplyConfig
+from nereus.recipe.sections import SupplyConfig
 from nereus.supply.traces import DeviceTrace, read_trace
 
 

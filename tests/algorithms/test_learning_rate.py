@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from nereus.algorithms.learning_rate import LearningRate
-from nereus.recipe.config import OptimizerConfig
+from nereus.recipe.sections import OptimizerConfig
 
 
 def rates(rate: LearningRate, num: int) -> list[float]:

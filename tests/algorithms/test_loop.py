@@ -16,7 +16,7 @@ from nereus.algorithms.types import OutputKind, Sample
 from nereus.data.prompts import Prompt
 from nereus.errors import UpdateAborted
 from nereus.plan import ACTOR_TRAINING, CRITIC_TRAINING, MODEL_STAGES, ModelStage, Role
-from nereus.recipe.config import ActorConfig, AlgorithmConfig, CriticConfig
+from nereus.recipe.sections import ActorConfig, AlgorithmConfig, CriticConfig
 from nereus.workflow import step_workflow
 
 WORKFLOW = step_workflow("ppo", Role)

@@ -15,14 +15,8 @@ from nereus.algorithms.objectives import PolicyObjective, ValueObjective
 from nereus.algorithms.ppo import PPO, cut_mini_batches, global_permutation
 from nereus.algorithms.types import GlobalCounts
 from nereus.plan import Role
-from nereus.recipe.config import (
-    ALGORITHM_OF,
-    ActorConfig,
-    AlgorithmConfig,
-    CriticConfig,
-    Section,
-    parse_config,
-)
+from nereus.recipe.config import parse_config
+from nereus.recipe.sections import ALGORITHM_OF, ActorConfig, AlgorithmConfig, CriticConfig, Section
 from nereus.workflow import ROLES_OF
 
 

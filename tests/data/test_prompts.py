@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nereus.data.prompts import PromptOrder, Row, held_out, read_rows, tokenize
 from nereus.data.tokenizers import byte_tokenizer, load_tokenizer
 from nereus.errors import DataError
-from nereus.recipe.config import DataSource
+from nereus.recipe.sections import DataSource
 
 
 def question(text: Any, **columns: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from nereus.data.rewards import exact_answer
 from nereus.data.tokenizers import Tokenizer, byte_tokenizer
 from nereus.errors import DataError
 from nereus.examples.chain_sum.answers import WarmStart, worked_answer
-from nereus.recipe.config import DataSource
+from nereus.recipe.sections import DataSource
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import yaml
 
 from nereus.errors import ConfigError
 from nereus.model import ModelSpec
-from nereus.plan import ACTOR_GENERATION, Role
+from nereus.plan import ACTOR_GENERATION, Plan, Role
 from nereus.recipe.config import RunConfig, check_model, load_config, parse_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -225,3 +225,12 @@ def test_tp_that_does_not_divide_the_heads_is_refused_with_the_valid_ones() -> N
 def test_a_stop_token_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout.stop_token_ids: got 384"):
         check_model(small(rollout={"stop_token_ids": [384]}), specs(SPEC))
+
+
+def test_the_plans_of_a_recipe_are_read_once_each_over_the_one_before_it() -> None:
+    config = load_config(RECIPES / "quickstart.yaml", ["transitions=[{step: 2, plan: {actor-generation: d2t2p1}}]"])
+    assert config.plans == {
+        "plan": Plan.parse(config.plan, devices=range(config.cluster.workers)),
+        "transitions.0.plan": Plan.parse({"actor-generation": "d2t2p1"}, base=config.initial_plan),
+    }
+    assert config.plans is config.plans and parse_config(config.model_dump()) == config

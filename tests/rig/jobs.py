@@ -16,7 +16,7 @@ from nereus.engines.sampling import SamplingParams
 from nereus.engines.train import AdamW
 from nereus.model import Head, ModelSpec
 from nereus.plan import ModelStage, Plan, Role, Stage
-from nereus.recipe.config import ActorConfig, AlgorithmConfig, CriticConfig
+from nereus.recipe.sections import ActorConfig, AlgorithmConfig, CriticConfig
 from nereus.runtime.live import JobSetup, LiveRuntime
 from nereus.runtime.thread_pool import ThreadPool
 from nereus.runtime.worker import RoleSetup, Worker

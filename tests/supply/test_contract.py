@@ -7,7 +7,7 @@ import pytest
 from supply_contract import check_supply
 
 from nereus.cluster import ACCELERATORS
-from nereus.recipe.config import SupplyConfig
+from nereus.recipe.sections import SupplyConfig
 from nereus.supply.slots import Node, SlotMap
 from nereus.supply.supply import (
     Announcement,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.errors import ConfigError, DataError
-from nereus.recipe.config import SupplyConfig
+from nereus.recipe.sections import SupplyConfig
 from nereus.supply.supply import (
     Announcement,
     NoticedSupply,
