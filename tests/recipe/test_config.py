@@ -1,14 +1,16 @@
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
+from nereus.engines.by_name import ENGINES
 from nereus.errors import ConfigError
 from nereus.model import ModelSpec
 from nereus.plan import ACTOR_GENERATION, Plan, Role
 from nereus.recipe.config import RunConfig, check_model, load_config, parse_config
+from nereus.recipe.sections import RolloutConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -234,3 +236,7 @@ def test_the_plans_of_a_recipe_are_read_once_each_over_the_one_before_it() -> No
         "transitions.0.plan": Plan.parse({"actor-generation": "d2t2p1"}, base=config.initial_plan),
     }
     assert config.plans is config.plans and parse_config(config.model_dump()) == config
+
+
+def test_every_rollout_engine_that_a_recipe_may_name_is_there() -> None:
+    assert set(get_args(RolloutConfig.model_fields["engine"].annotation)) == set(ENGINES)
