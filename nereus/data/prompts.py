@@ -27,12 +27,12 @@ REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One question as its source gives it. `place` names it in messages: a file and line, or a task and index.
+    """One question as its source gives it. `origin` names it in messages: a file and line, or a task and index.
 
     text: the prompt, or the contents of its messages; messages: set where the prompt is a chat.
     """
 
-    place: str
+    origin: str
     text: str
     data_source: str
     ground_truth: Any
@@ -108,10 +108,10 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, *, max_prompt_length: in
     for index, row in enumerate(rows):
         ids = tokens[index] if index in tokens else tokenizer.encode_chat(row.messages or ())
         if not ids:
-            raise DataError(f"{row.place}: the prompt is empty")
+            raise DataError(f"{row.origin}: the prompt is empty")
         if len(ids) > max_prompt_length:
             raise DataError(
-                f"{row.place}: the prompt has {len(ids)} tokens; data.max_prompt_length is {max_prompt_length}"
+                f"{row.origin}: the prompt has {len(ids)} tokens; data.max_prompt_length is {max_prompt_length}"
             )
         prompts.append(
             Prompt(index, tuple(ids), row.text, row.data_source, row.ground_truth, row.ability, row.extra_info)
@@ -126,9 +126,9 @@ def _file_rows(path: Path) -> Iterator[Row]:
     if not path.is_file():
         raise DataError(f"{path}: no such data file")
     empty = True
-    for place, columns in readers[path.suffix](path):
+    for origin, columns in readers[path.suffix](path):
         empty = False
-        yield _row(place, columns)
+        yield _row(origin, columns)
     if empty:
         raise DataError(f"{path}: the file is empty; it needs rows with {', '.join(REQUIRED_COLUMNS)}")
 
@@ -156,16 +156,16 @@ def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"{path} row {number}", columns
 
 
-def _row(place: str, columns: Mapping[str, Any]) -> Row:
+def _row(origin: str, columns: Mapping[str, Any]) -> Row:
     for name in REQUIRED_COLUMNS:
         if columns.get(name) is None:
-            raise DataError(f"{place}: column {name!r} is missing; there are: {', '.join(columns) or 'none'}")
+            raise DataError(f"{origin}: column {name!r} is missing; there are: {', '.join(columns) or 'none'}")
     prompt, reward = columns["prompt"], columns["reward_model"]
     if not isinstance(reward, Mapping) or "ground_truth" not in reward:
-        raise DataError(f"{place}: reward_model needs ground_truth, found {reward!r}")
-    messages = None if isinstance(prompt, str) else _messages(place, prompt)
+        raise DataError(f"{origin}: reward_model needs ground_truth, found {reward!r}")
+    messages = None if isinstance(prompt, str) else _messages(origin, prompt)
     return Row(
-        place=place,
+        origin=origin,
         text=prompt if messages is None else "\n".join(message["content"] for message in messages),
         data_source=str(columns["data_source"]),
         ground_truth=reward["ground_truth"],
@@ -175,12 +175,14 @@ def _row(place: str, columns: Mapping[str, Any]) -> Row:
     )
 
 
-def _messages(place: str, prompt: Any) -> tuple[Mapping[str, str], ...]:
+def _messages(origin: str, prompt: Any) -> tuple[Mapping[str, str], ...]:
     def is_message(value: Any) -> bool:
         return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
     if not isinstance(prompt, list) or not prompt or not all(map(is_message, prompt)):
-        raise DataError(f"{place}: prompt must be a text or a list of messages with role and content, found {prompt!r}")
+        raise DataError(
+            f"{origin}: prompt must be a text or a list of messages with role and content, found {prompt!r}"
+        )
     return tuple(prompt)
 
 
@@ -203,7 +205,7 @@ def _task_rows(source: DataSource, task: str) -> tuple[Row, ...]:
         raise DataError(f"reasoning_gym {task}: the options {source.options} are refused: {error}") from None
     return tuple(
         Row(
-            place=f"{task} {source.seed + index}",
+            origin=f"{task} {source.seed + index}",
             text=f"{item['question']}\n",
             data_source=task,
             ground_truth=item["answer"],

@@ -41,7 +41,7 @@ def task(name: str, **keys: int) -> DataSource:
 
 
 def rows(*texts: str) -> list[Row]:
-    return [Row(place=f"row {i}", text=text, data_source="sums", ground_truth="4") for i, text in enumerate(texts)]
+    return [Row(origin=f"row {i}", text=text, data_source="sums", ground_truth="4") for i, text in enumerate(texts)]
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
