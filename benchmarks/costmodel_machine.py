@@ -14,10 +14,10 @@ import numpy as np
 from costmodel_workers import SPEC, Case, Workers
 
 from nereus.cluster import ACCELERATORS, uniform_cluster
+from nereus.engine_facts import FP32
 from nereus.plan import ACTOR_GENERATION, ACTOR_TRAINING, REFERENCE_INFERENCE, Layout, ModelStage, Recompute, StagePlan
 from nereus.planner.prices.calibration import Calibration
 from nereus.planner.prices.cost import ON_DEVICE, CostModel, TaskCost, crowding
-from nereus.planner.prices.memory import FP32
 from nereus.planner.prices.operations import Bill
 from nereus.planner.prices.passes import Span
 from nereus.workflow import Kind, Task

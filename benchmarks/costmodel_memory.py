@@ -10,9 +10,9 @@ from typing import Any
 from costmodel_machine import STAGES
 from costmodel_workers import SPEC, Case, Workers
 
+from nereus.engine_facts import FP32
 from nereus.plan import Layout, Recompute, StagePlan
 from nereus.planner.prices.footprints import StageMemory, stage_memory
-from nereus.planner.prices.memory import FP32
 
 LARGE = dataclasses.replace(SPEC, vocab=16384)
 UNEVEN = dataclasses.replace(SPEC, num_layers=5)

@@ -13,13 +13,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from nereus.engine_facts import LOGITS_COPIES
+from nereus.engine_facts import BF16, FP32, LOGITS_COPIES
 from nereus.model import ModelSpec
 from nereus.plan import Layout, Recompute
 from nereus.planner.prices.footprints import state_bytes
 from nereus.planner.prices.memory import (
-    BF16,
-    FP32,
     backward_bytes_per_token,
     layer_bytes_per_token,
     logits_bytes,

@@ -1,6 +1,26 @@
 """What the engine does that others count with: operation classes, buffers and copies. No torch in here."""
 
+import dataclasses
 import enum
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Precision:
+    """Bytes of one parameter or activation, of one gradient, master or moment, and whether masters are kept."""
+
+    param_bytes: int
+    wide_bytes: int
+    has_masters: bool
+
+
+BF16 = Precision(param_bytes=2, wide_bytes=4, has_masters=True)
+FP32 = Precision(param_bytes=4, wide_bytes=4, has_masters=False)
+FP64 = Precision(param_bytes=8, wide_bytes=8, has_masters=False)
+PRECISIONS = {"bf16": BF16, "fp32": FP32, "fp64": FP64}
+"""By the words for them, which everything that is written uses."""
+
+DTYPE_ALIASES = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+"""Other words that are read as those of `PRECISIONS`."""
 
 MICRO_BATCH = 16
 """Samples of a unit that are computed at a time where the plan does not say how many."""

@@ -33,7 +33,7 @@ def plan(
     critic: Annotated[str | None, typer.Option(metavar="MODEL", help="Default: the actor's shape.")] = None,
     reward: Annotated[str | None, typer.Option(metavar="MODEL", help="A reward model. Default: none.")] = None,
     reference: Annotated[str | None, typer.Option(metavar="MODEL", help="Default: the actor's shape.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float64.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bf16, fp32 or fp64.")] = "bf16",
     explain: Annotated[bool, typer.Option("--explain", help="Runners-up, and what kept faster ones out.")] = False,
     compare: Annotated[
         str | None, typer.Option(metavar="PLAN", help='Price a plan as well: "actor-training=d4t2p2".')

@@ -20,14 +20,13 @@ from nereus.decide.decider import Decider
 from nereus.decide.policies import POLICIES
 from nereus.decide.policy import Dials
 from nereus.decide.seam import Outlook, Prediction
-from nereus.engine_facts import Op
+from nereus.engine_facts import PRECISIONS, Op, Precision
 from nereus.errors import PlanError
 from nereus.model import Head, Llama3RopeScaling, ModelSpec
 from nereus.plan import Layout, ModelStage, Plan, Recompute, Role, Stage, format_devices
 from nereus.planner.evaluate import PlanPrice, complete, price
 from nereus.planner.prices.calibration import Calibration
 from nereus.planner.prices.cost import ON_DEVICE, CostModel
-from nereus.planner.prices.memory import BF16, FP32, FP64, Precision
 from nereus.planner.prices.operations import COLLECTIVES, COLUMN, Bill, parse_key
 from nereus.planner.problem import Limits, PlanningProblem
 from nereus.planner.search.optimum import Choice, search
@@ -42,9 +41,6 @@ from nereus.transition.judged import Transition, plan_transition
 from nereus.transition.operations import Infeasible
 from nereus.transition.price import DeviceTable, Rates, StageState
 from nereus.workflow import Workflow
-
-PRECISIONS = {"fp32": FP32, "bf16": BF16, "fp64": FP64}
-"""By the names of `trainer.dtype`."""
 
 STEP_NOISE = 0.15
 """Relative noise of a model-stage's measured seconds: waiting and neighbours are in them."""

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-import torch
-
 from nereus.algorithms.by_estimator import ALGORITHMS
 from nereus.algorithms.learning_rate import LearningRate
 from nereus.algorithms.progress import Scores
@@ -28,8 +26,8 @@ from nereus.recipe.config import RunConfig, check_model
 from nereus.recipe.sections import OptimizerConfig
 from nereus.runtime.live import JobSetup
 from nereus.runtime.worker import RoleSetup
+from nereus.shards.state import TORCH_DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 CALL_TIMEOUT = timedelta(minutes=30)
 """How long the driver waits for one call; ranks find a late peer much earlier, by `cluster.timeout_s`."""
 
@@ -111,7 +109,7 @@ def _roles(config: RunConfig, models: WarmModels) -> dict[Role, RoleSetup]:
         check_folder(folder, spec, fresh_score=role is Role.CRITIC)
         roles[role] = RoleSetup(
             spec,
-            DTYPES[config.trainer.dtype],
+            TORCH_DTYPES[config.trainer.dtype],
             folder.absolute(),
             config.data.max_prompt_length + config.data.max_response_length,
             optimizer=optimizers.get(role),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nereus.cluster import GB, Cluster, load_cluster
+from nereus.engine_facts import DTYPE_ALIASES, PRECISIONS
 from nereus.errors import ConfigError, DataError, PlanError
 from nereus.known_models import load_spec
 from nereus.model import Head, ModelSpec
@@ -20,7 +21,6 @@ from nereus.planner.evaluate import PlanPrice, price, tokens_per_second
 from nereus.planner.placement import Placement
 from nereus.planner.prices.calibration import Calibration
 from nereus.planner.prices.cost import CostModel
-from nereus.planner.prices.memory import PRECISIONS
 from nereus.planner.problem import Limits, PlanningProblem
 from nereus.planner.search.optimum import Choice, Restriction, optimum, search
 from nereus.planner.search.refusal import Refusal
@@ -174,7 +174,7 @@ def problem_for(
     critic: str | ModelSpec | None = None,
     reward: str | ModelSpec | None = None,
     reference: str | ModelSpec | None = None,
-    dtype: str = "bfloat16",
+    dtype: str = "bf16",
     paper_space: bool = False,
     calibration: Calibration | None = None,
 ) -> PlanningProblem:
@@ -194,6 +194,7 @@ def problem_for(
         raise ConfigError("algorithm", f"no {algorithm!r}; known: {', '.join(ROLES_OF)}")
     if placement not in set(Placement):
         raise ConfigError("placement", f"no {placement!r}; known: {', '.join(Placement)}")
+    dtype = DTYPE_ALIASES.get(dtype, dtype)
     if dtype not in PRECISIONS:
         raise ConfigError("dtype", f"no {dtype!r}; known: {', '.join(PRECISIONS)}")
     devices = load_cluster(cluster) if isinstance(cluster, str) else cluster

@@ -5,11 +5,11 @@ import functools
 from collections.abc import Mapping
 
 from nereus.cluster import HEADROOM, Cluster
+from nereus.engine_facts import Precision
 from nereus.model import ModelSpec
 from nereus.plan import Role
 from nereus.planner.placement import Placement
 from nereus.planner.prices.cost import CostModel
-from nereus.planner.prices.memory import Precision
 from nereus.planner.prices.pricing import Pricing
 from nereus.planner.space.layouts import Space
 from nereus.planner.space.line import Line, line_of

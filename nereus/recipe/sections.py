@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 from pydantic import BeforeValidator, Field
 
+from nereus.engine_facts import DTYPE_ALIASES
 from nereus.errors import ConfigError
 from nereus.model import ModelSpec
 
@@ -307,7 +308,7 @@ class TrainerConfig(Section):
     val_every: Whole = 5
     val_samples: Count = 200
     critic_warmup: Whole = 0
-    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    dtype: Annotated[Literal["fp32", "bf16", "fp64"], _alias(DTYPE_ALIASES)] = "fp32"
     recompute: Literal["none", "selective", "full"] | None = None
 
 

@@ -35,6 +35,10 @@ Allocator = Callable[[int, torch.dtype], torch.Tensor]
 """(number of elements, dtype) -> zeroed flat tensor on the worker's device."""
 
 
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+"""By the words of `engine_facts.PRECISIONS`."""
+
+
 def state_dtypes(dtype: torch.dtype, *, trains: bool) -> dict[StateKind, torch.dtype]:
     """The kinds a unit rank holds and their dtypes: moments (and masters under bf16) only where it trains."""
     kinds = {StateKind.PARAM: dtype}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nereus.algorithms.buffer import shares
 from nereus.cluster import ACCELERATORS, Link, parse_cluster, uniform_cluster
-from nereus.engine_facts import Op, causal_pairs
+from nereus.engine_facts import BF16, FP32, Op, causal_pairs
 from nereus.known_models import MODELS
 from nereus.model import Head
 from nereus.plan import (
@@ -23,7 +23,6 @@ from nereus.plan import (
 from nereus.planner.prices.calibration import Calibration
 from nereus.planner.prices.cost import BUBBLE, CostModel
 from nereus.planner.prices.footprints import stage_memory
-from nereus.planner.prices.memory import BF16, FP32
 from nereus.planner.prices.operations import Shape, Tokens, decode_step, layer_backward, layer_forward
 from nereus.planner.prices.passes import Span, pipeline_basis, pipeline_pass
 from nereus.planner.workload import Lengths, Workload, segments

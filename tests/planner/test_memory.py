@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.comm.groups import Group
-from nereus.engine_facts import BUCKET_BYTES, BUCKETS_STAGED
+from nereus.engine_facts import BF16, BUCKET_BYTES, BUCKETS_STAGED, FP32
 from nereus.engines.cache import KvCache
 from nereus.engines.transformer import StageModel
 from nereus.errors import InputError
@@ -24,12 +24,7 @@ from nereus.plan import (
     Recompute,
 )
 from nereus.planner.prices.footprints import stage_memory
-from nereus.planner.prices.memory import (
-    BF16,
-    FP32,
-    layer_bytes_per_token,
-    state_numel,
-)
+from nereus.planner.prices.memory import layer_bytes_per_token, state_numel
 from nereus.planner.workload import Lengths, Workload
 from nereus.shards.boxes import flat_numel
 from nereus.shards.kv_blocks import BLOCK_TOKENS, block_bytes, blocks_of, cache_heads, most_blocks

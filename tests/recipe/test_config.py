@@ -5,12 +5,15 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from nereus.engine_facts import PRECISIONS
 from nereus.engines.by_name import ENGINES
 from nereus.errors import ConfigError
 from nereus.model import ModelSpec
 from nereus.plan import ACTOR_GENERATION, Plan, Role
+from nereus.planner.api import problem_for
 from nereus.recipe.config import RunConfig, check_model, load_config, parse_config
-from nereus.recipe.sections import RolloutConfig
+from nereus.recipe.sections import RolloutConfig, TrainerConfig
+from nereus.shards.state import TORCH_DTYPES
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -240,3 +243,11 @@ def test_the_plans_of_a_recipe_are_read_once_each_over_the_one_before_it() -> No
 
 def test_every_rollout_engine_that_a_recipe_may_name_is_there() -> None:
     assert set(get_args(RolloutConfig.model_fields["engine"].annotation)) == set(ENGINES)
+
+
+@pytest.mark.parametrize(("written", "read"), [("bfloat16", "bf16"), ("bf16", "bf16"), ("float64", "fp64")])
+def test_a_dtype_is_read_under_either_word_for_it(written: str, read: str) -> None:
+    assert TrainerConfig.model_validate({"dtype": written}).dtype == read
+    problem = problem_for("llama-3.2-1b", "1x1xh200", dtype=written)
+    assert problem.precision == PRECISIONS[read]
+    assert TORCH_DTYPES[read].itemsize == PRECISIONS[read].param_bytes

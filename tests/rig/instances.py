@@ -3,6 +3,7 @@
 import random
 
 from nereus.cluster import ACCELERATORS, Cluster, Device, uniform_cluster
+from nereus.engine_facts import BF16
 from nereus.model import Head, ModelSpec
 from nereus.plan import (
     ACTOR_GENERATION,
@@ -18,7 +19,6 @@ from nereus.plan import (
 from nereus.planner.placement import Placement
 from nereus.planner.prices.calibration import Calibration
 from nereus.planner.prices.cost import CostModel
-from nereus.planner.prices.memory import BF16
 from nereus.planner.problem import Limits, PlanningProblem
 from nereus.planner.space.candidates import Candidate, Candidates
 from nereus.planner.space.line import Line

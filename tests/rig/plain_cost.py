@@ -3,11 +3,11 @@
 import dataclasses
 
 from nereus.cluster import Link
-from nereus.engine_facts import Op, causal_pairs
+from nereus.engine_facts import Op, Precision, causal_pairs
 from nereus.model import ModelSpec
 from nereus.plan import Layout, Recompute
 from nereus.planner.prices.cost import StageCost, TaskCost
-from nereus.planner.prices.memory import Precision, state_numel
+from nereus.planner.prices.memory import state_numel
 from nereus.planner.prices.operations import (
     Bill,
     Shape,

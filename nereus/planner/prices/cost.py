@@ -11,12 +11,11 @@ import dataclasses
 import numpy as np
 
 from nereus.cluster import Cluster
-from nereus.engine_facts import Op
+from nereus.engine_facts import Op, Precision
 from nereus.model import ModelSpec
 from nereus.plan import Layout, ModelStage, Recompute
 from nereus.planner.prices.calibration import Calibration
 from nereus.planner.prices.footprints import layout_table
-from nereus.planner.prices.memory import Precision
 from nereus.planner.prices.operations import COLUMN, COMPUTE, KEYS, MEMORY, Bill, Counts, Shape, key_name
 from nereus.planner.prices.passes import Span
 from nereus.planner.prices.syncs import Shapes

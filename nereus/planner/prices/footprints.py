@@ -22,11 +22,11 @@ from nereus.engine_facts import (
     MAX_PACKED_BYTES,
     MAX_SENDS,
     SAMPLING_COPIES,
+    Precision,
 )
 from nereus.model import Head, ModelSpec
 from nereus.plan import Layout, ModelStage, Recompute, Stage
 from nereus.planner.prices.memory import (
-    Precision,
     backward_bytes_per_token,
     forward_bytes_per_token,
     layer_bytes_per_token,

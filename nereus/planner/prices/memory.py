@@ -4,29 +4,12 @@ State follows the flat buffers of the engine exactly (alignment included). Activ
 the engine keeps them. `footprints` makes model-stages of these.
 """
 
-import dataclasses
 import functools
 
 from nereus.engine_facts import LOGITS_COPIES
 from nereus.model import Axis, Head, ModelSpec, Param
 from nereus.plan import Layout, Recompute
 from nereus.shards.boxes import ALIGN_ELEMENTS, axis_range, layer_range
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Precision:
-    """Bytes of one parameter or activation, of one gradient, master or moment, and whether masters are kept."""
-
-    param_bytes: int
-    wide_bytes: int
-    has_masters: bool
-
-
-BF16 = Precision(param_bytes=2, wide_bytes=4, has_masters=True)
-FP32 = Precision(param_bytes=4, wide_bytes=4, has_masters=False)
-FP64 = Precision(param_bytes=8, wide_bytes=8, has_masters=False)
-PRECISIONS = {"bfloat16": BF16, "float32": FP32, "float64": FP64}
-"""By the names of `trainer.dtype`."""
 
 
 def logits_bytes(

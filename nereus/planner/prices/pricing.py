@@ -12,11 +12,11 @@ import math
 
 import numpy as np
 
+from nereus.engine_facts import Precision
 from nereus.model import ModelSpec
 from nereus.plan import ModelStage, Recompute, Role, Stage
 from nereus.planner.prices.cost import ON_DEVICE, CostModel, crowding
 from nereus.planner.prices.footprints import footprints, layout_table, smallest_state
-from nereus.planner.prices.memory import Precision
 from nereus.planner.prices.operations import Shape
 from nereus.planner.prices.rows import Family, rows_of
 from nereus.planner.prices.syncs import Options, Shapes

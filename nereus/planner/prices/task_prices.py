@@ -14,11 +14,10 @@ import functools
 import numpy as np
 
 from nereus.cluster import Accelerator, Link
-from nereus.engine_facts import Op
+from nereus.engine_facts import Op, Precision
 from nereus.plan import Layout, Recompute
 from nereus.planner.prices.calibration import PRIORS
 from nereus.planner.prices.footprints import LayoutTable
-from nereus.planner.prices.memory import Precision
 from nereus.planner.prices.operations import (
     COLUMN,
     KEYS,

@@ -10,10 +10,9 @@ import math
 import numpy as np
 
 from nereus.cluster import Link
-from nereus.engine_facts import Op
+from nereus.engine_facts import Op, Precision
 from nereus.model import ModelSpec
 from nereus.planner.prices.footprints import layout_table
-from nereus.planner.prices.memory import Precision
 from nereus.planner.prices.operations import COLUMN, Counts
 from nereus.planner.prices.syncs import Shapes
 from nereus.planner.prices.task_prices import Layouts
