@@ -166,6 +166,7 @@ class MoveOrder:
         """The part of every device that takes part."""
         source, target = dict(self.moves.source.ranks), dict(self.moves.target.ranks)
         group = self.moves.group_devices
+        members = frozenset(group)
         spec = GroupSpec(f"move/{self.key}", group) if group else None
         read, filled = self.moves.source.layout, self.moves.target.layout
         fingerprint = hash_with(self.moves.fingerprint, self.key)
@@ -181,7 +182,7 @@ class MoveOrder:
                 target=None if wanted is None else BufferKey(self.target_stage, filled, wanted, self.target_in_host),
                 moves=self.moves.of_device(device),
                 allocates=self.allocates,
-                group=spec if device in group else None,
+                group=spec if device in members else None,
                 keeps_group=self.keeps_group,
                 fingerprint=fingerprint,
                 bucket_bytes=self.bucket_bytes,

@@ -34,7 +34,7 @@ from nereus.moving.commands import MoveOrder, StageKinds
 from nereus.moving.executor import Execution, OperationEnd, run_move, survey
 from nereus.moving.ledger import Ledger
 from nereus.plan import ACTOR_GENERATION, ModelStage, Plan, Role, Stage
-from nereus.runtime.movers import PoolMovers, nodes_of
+from nereus.runtime.movers import PoolMovers, node_finder, nodes_of
 from nereus.runtime.seam import Pool, Runtime, StepReport, gather
 from nereus.runtime.worker import RoleSetup, Worker
 from nereus.shards.moves import Holding
@@ -295,7 +295,7 @@ class LiveRuntime(Runtime):
             states=self._state_kinds,
             epoch=epoch,
             current_epoch=self._stages.epoch,
-            node_of=self._node_of,
+            node_of=node_finder(self._pool),
             table=transition.table,
             on_operation=self._on_operation,
         )
@@ -351,7 +351,7 @@ class LiveRuntime(Runtime):
     def _synchronize(self) -> tuple[float, int]:
         """Bring every copy of trained parameters up to date; (seconds, bytes that crossed between devices)."""
         seconds, num_bytes = 0.0, 0
-        plan, epoch = self.plan, self._stages.epoch
+        plan, epoch, node_of = self.plan, self._stages.epoch, node_finder(self._pool)
         for source, target in self._setup.workflow.syncs_under(plan):
             order = MoveOrder.plan(
                 f"e{epoch}/sync/{target}",
@@ -360,7 +360,7 @@ class LiveRuntime(Runtime):
                 Holding.of(plan[source]),
                 target,
                 Holding.of(plan[target]),
-                node_of=self._node_of,
+                node_of=node_of,
                 allocates=False,
                 keeps_group=True,
             )
@@ -379,9 +379,6 @@ class LiveRuntime(Runtime):
             )
             for m in self._setup.workflow.model_stages
         }
-
-    def _node_of(self, device: int) -> str:
-        return self._pool.cluster.device(device).node
 
     def _on(
         self, devices: Sequence[int], method: Callable[Concatenate[Worker, P], T], *args: P.args, **kwargs: P.kwargs

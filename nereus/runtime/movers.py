@@ -1,5 +1,6 @@
 """The executor's calls as calls to the workers of a pool."""
 
+import functools
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -47,9 +48,9 @@ class PoolMovers(Movers):
         self._each(keys, lambda device: (Worker.release, keys[device]))
 
     def seat(self, epoch: int, plan: Plan) -> None:
-        devices = dict.fromkeys(plan.devices)
+        devices, nodes = dict.fromkeys(plan.devices), nodes_of(self._pool)
         self._each(devices, lambda device: (Worker.adopt, epoch, plan))
-        self._each(devices, lambda device: (Worker.seat, epoch, plan, self._roles, nodes_of(self._pool)))
+        self._each(devices, lambda device: (Worker.seat, epoch, plan, self._roles, nodes))
 
     def retire(self, epoch: int) -> None:
         self._each(dict.fromkeys(self._pool.devices), lambda device: (Worker.unseat, epoch))
@@ -66,3 +67,9 @@ class PoolMovers(Movers):
 def nodes_of(pool: Pool) -> dict[int, str]:
     """The node of every device of a pool."""
     return {device.id: device.node for device in pool.cluster.devices}
+
+
+def node_finder(pool: Pool) -> Callable[[int], str]:
+    """The node of a device; the pool's map is built once, when a node is first asked for."""
+    nodes = functools.cache(lambda: nodes_of(pool))
+    return lambda device: nodes()[device]

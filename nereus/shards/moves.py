@@ -100,7 +100,7 @@ class DeviceMoves:
     outgoing: tuple[Move, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Moves:
     """Everything that moves between two holdings.
 
@@ -115,32 +115,39 @@ class Moves:
     kept: frozenset[int]
     remote: tuple[Move, ...]
 
-    @property
+    @functools.cached_property
     def numel_moved(self) -> int:
         """Elements that cross between devices."""
         return sum(move.numel for move in self.remote)
 
-    @property
+    @functools.cached_property
     def devices(self) -> tuple[int, ...]:
         """Every device that reads or is read, ascending."""
         taking = {move.target for move in self.local} | {d for move in self.remote for d in (move.source, move.target)}
         return tuple(sorted(taking))
 
-    @property
+    @functools.cached_property
     def group_devices(self) -> tuple[int, ...]:
         """Devices with a move that must go through a group because the other end is on another node, ascending."""
         return tuple(sorted({d for m in self.remote if not m.same_node for d in (m.source, m.target)}))
 
     def of_device(self, device: int) -> DeviceMoves:
         """What one device does."""
-        return DeviceMoves(
-            device,
-            next((move for move in self.local if move.target == device), None),
-            tuple(move for move in self.remote if move.target == device),
-            tuple(move for move in self.remote if move.source == device),
-        )
+        local, incoming, outgoing = self._by_device
+        own = local.get(device)
+        return DeviceMoves(device, own, tuple(incoming.get(device, ())), tuple(outgoing.get(device, ())))
 
-    @property
+    @functools.cached_property
+    def _by_device(self) -> tuple[dict[int, Move], dict[int, list[Move]], dict[int, list[Move]]]:
+        """The local, incoming and outgoing moves of each device, so that no device looks through those of all."""
+        incoming: dict[int, list[Move]] = defaultdict(list)
+        outgoing: dict[int, list[Move]] = defaultdict(list)
+        for move in self.remote:
+            incoming[move.target].append(move)
+            outgoing[move.source].append(move)
+        return {move.target: move for move in self.local}, incoming, outgoing
+
+    @functools.cached_property
     def fingerprint(self) -> int:
         """63 bits that differ between different plans; ranks compare them before they send."""
         digest = hashlib.blake2b(repr((self.source, self.target, self.remote)).encode(), digest_size=8).digest()
