@@ -10,7 +10,7 @@ import typer
 from nereus.commands.output import Json, check_destination, write_json
 from nereus.errors import InputError
 
-BENCHMARKS = ("generate", "reshard", "planner", "costmodel", "coordination", "dag")
+BENCHMARKS = ("generate", "reshard", "planner", "costmodel", "coordination", "dag", "driver")
 
 
 def bench(

@@ -36,7 +36,7 @@ from nereus.moving.ledger import Ledger
 from nereus.plan import ACTOR_GENERATION, ModelStage, Plan, Role, Stage
 from nereus.runtime.movers import PoolMovers, node_finder, nodes_of
 from nereus.runtime.seam import Pool, Runtime, StepReport, gather
-from nereus.runtime.worker import RoleSetup, Worker
+from nereus.runtime.worker import Observed, RoleSetup, Worker
 from nereus.shards.moves import Holding
 from nereus.shards.state import state_dtypes
 from nereus.transition.judged import Transition
@@ -149,6 +149,16 @@ def _joined(results: Sequence[UpdateResult]) -> Update:
     return Update(first.grad_norm, first.learning_rate, first.applied, metrics)
 
 
+def _operations(observed: Iterable[Observed]) -> dict[str, tuple[float, float]]:
+    """{class: (work, seconds)} of a step, summed over the workers."""
+    totals: dict[str, tuple[float, float]] = {}
+    for found in observed:
+        for name, (work, _, seconds) in found.operations.items():
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = (before[0] + work, before[1] + seconds)
+    return totals
+
+
 class LiveRuntime(Runtime):
     """A job on the workers of a pool. `start` before anything else.
 
@@ -229,7 +239,7 @@ class LiveRuntime(Runtime):
         learned = self._loop.run(self._under_way(step), self._keep)
         sync_s, sync_bytes = self._synchronize()
         step_s = time.perf_counter() - started
-        engine_bytes = self._on(self.plan.devices, Worker.engine_bytes)
+        observed = self._on(self.plan.devices, Worker.observed)
         lengths, task_s = learned.lengths, learned.task_s
         self._progress = None
         num_tokens = lengths.mean + lengths.prompt_mean
@@ -252,9 +262,9 @@ class LiveRuntime(Runtime):
             sync_s=sync_s,
             sync_bytes=sync_bytes,
             reward_problem=learned.reward_problem,
-            operations=self._operations(),
-            peak_bytes=self._on(self.plan.devices, Worker.peak_bytes),
-            engine_bytes=engine_bytes,
+            operations=_operations(observed.values()),
+            peak_bytes={device: found.peak_bytes for device, found in observed.items()},
+            engine_bytes={device: found.engine_bytes for device, found in observed.items()},
         )
 
     def _under_way(self, step: int) -> StepProgress:
@@ -267,15 +277,6 @@ class LiveRuntime(Runtime):
 
     def _keep(self, progress: StepProgress) -> None:
         self._progress = progress
-
-    def _operations(self) -> dict[str, tuple[float, float]]:
-        """{class: (work, seconds)} of the step, summed over the workers."""
-        totals: dict[str, tuple[float, float]] = {}
-        for measured in self._on(self.plan.devices, Worker.operations).values():
-            for name, (work, _, seconds) in measured.items():
-                before = totals.get(name, (0.0, 0.0))
-                totals[name] = (before[0] + work, before[1] + seconds)
-        return totals
 
     def evaluate(self) -> Mapping[str, float]:
         return self._loop.evaluate(self._setup.val_prompts)

@@ -30,12 +30,12 @@ class PoolMovers(Movers):
     ) -> Mapping[int, Receipt]:
         def call(device: int) -> tuple[Any, ...]:
             sources = {move.source for move in orders[device].moves.incoming}
-            return Worker.move, orders[device], {d: e for d, e in exports.items() if d in sources}, counters
+            return Worker.move, orders[device].key, {d: e for d, e in exports.items() if d in sources}, counters
 
         return self._each(orders, call)
 
     def digests(self, orders: Mapping[int, DeviceOrder]) -> Mapping[int, DeviceDigests]:
-        return self._each(orders, lambda device: (Worker.digests, orders[device]))
+        return self._each(orders, lambda device: (Worker.digests, orders[device].key))
 
     def settle(self, keys: Mapping[int, tuple[BufferKey, ...]]) -> None:
         self._each(keys, lambda device: (Worker.settle, keys[device]))
@@ -48,9 +48,10 @@ class PoolMovers(Movers):
         self._each(keys, lambda device: (Worker.release, keys[device]))
 
     def seat(self, epoch: int, plan: Plan) -> None:
-        devices, nodes = dict.fromkeys(plan.devices), nodes_of(self._pool)
-        self._each(devices, lambda device: (Worker.adopt, epoch, plan))
-        self._each(devices, lambda device: (Worker.seat, epoch, plan, self._roles, nodes))
+        devices = dict.fromkeys(plan.devices)
+        shared = self._pool.share(plan), self._pool.share(self._roles), self._pool.share(nodes_of(self._pool))
+        self._each(devices, lambda device: (Worker.adopt, epoch, shared[0]))
+        self._each(devices, lambda device: (Worker.seat, epoch, *shared))
 
     def retire(self, epoch: int) -> None:
         self._each(dict.fromkeys(self._pool.devices), lambda device: (Worker.unseat, epoch))

@@ -9,6 +9,7 @@ among themselves.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -257,11 +258,7 @@ class RayPool(Pool):
         """Before `connect` all devices are taken to be processor slots of one node."""
         unknown = Slot("node0", "", ACCELERATORS["cpu"])
         slots = self._slots.slots if self._slots else (unknown,) * self._settings.num_workers
-        cap = self._settings.memory_bytes
-        return cluster_of(
-            ((slot.node, slot.accelerator, cap) for slot in slots),
-            cores_per_node=self._settings.cores_per_node or os.cpu_count(),
-        )
+        return _cluster_of(slots, self._settings.memory_bytes, self._settings.cores_per_node or os.cpu_count())
 
     def close(self) -> None:
         if self._actors:
@@ -297,6 +294,12 @@ def living_nodes(kind: str) -> list[Node]:
         for node in ray.nodes()
         if node["Alive"] and node["Resources"].get(kind, 0) >= 1
     ]
+
+
+@functools.lru_cache(maxsize=4)
+def _cluster_of(slots: tuple[Slot, ...], memory_bytes: int | None, cores_per_node: int | None) -> Cluster:
+    """The same value as long as the slots are the same."""
+    return cluster_of(((slot.node, slot.accelerator, memory_bytes) for slot in slots), cores_per_node=cores_per_node)
 
 
 def print_slots(address: str) -> None:

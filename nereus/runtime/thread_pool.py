@@ -6,6 +6,7 @@ For numerical tests and small jobs. A worker here cannot die alone, and all shar
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -72,7 +73,7 @@ class ThreadPool(Pool):
     def devices(self) -> tuple[int, ...]:
         return tuple(sorted(self._workers))
 
-    @property
+    @functools.cached_property
     def cluster(self) -> Cluster:
         accelerator = ACCELERATORS["cpu"]
         if self._memory_bytes is not None:

@@ -92,6 +92,16 @@ class Seat:
         return self.model
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Observed:
+    """What a worker measured over a step: operation classes, most memory held as sampled, what engines hold beside the
+    state now."""
+
+    operations: Totals
+    peak_bytes: int
+    engine_bytes: int
+
+
 class Worker:
     """The device's end of every call of the driver."""
 
@@ -100,6 +110,7 @@ class Worker:
         self.device, self._settings = device, settings
         self._store = connect_store(*settings.store, timeout=settings.timeout)
         self._seats: dict[tuple[int, ModelStage], Seat] = {}
+        self._orders: dict[str, DeviceOrder] = {}
         self.residents = Residents(device, torch.device(settings.device))
         self._gauge = MemoryGauge(
             torch.device(settings.device),
@@ -227,17 +238,10 @@ class Worker:
             seat.state = state
         return seat
 
-    def operations(self) -> Totals:
-        """What was measured by operation class since the last call."""
-        return self._meter.drain()
-
-    def peak_bytes(self) -> int:
-        """Most memory held since the last call, as sampled."""
-        return self._gauge.drain()
-
-    def engine_bytes(self) -> int:
-        """Memory that engines hold now beside the state."""
-        return self._gauge.beside_state()
+    def observed(self) -> Observed:
+        """What was measured since the last call."""
+        beside = self._gauge.beside_state()
+        return Observed(self._meter.drain(), self._gauge.drain(), beside)
 
     @property
     def seats(self) -> tuple[tuple[int, ModelStage], ...]:
@@ -245,16 +249,18 @@ class Worker:
         return tuple(self._seats)
 
     def prepare(self, order: DeviceOrder) -> Export | None:
-        """First call of a move: allocate the target, export the source."""
+        """First call of a move: allocate the target, export the source. The order is kept for the calls that follow."""
+        self._orders[order.key] = order
         return self.residents.prepare(order)
 
-    def move(self, order: DeviceOrder, exports: Mapping[int, Export], counters: Counters) -> Receipt:
+    def move(self, key: str, exports: Mapping[int, Export], counters: Counters) -> Receipt:
         """Second call of a move: fill the target, serve peers of other nodes."""
+        order = self._orders[key]
         return self.residents.move(order, exports, counters, store=self._store, timeout=self._settings.timeout)
 
-    def digests(self, order: DeviceOrder) -> DeviceDigests:
+    def digests(self, key: str) -> DeviceDigests:
         """Third call of a move: what was sent and received, as memory has it now."""
-        return self.residents.digests(order)
+        return self.residents.digests(self._orders.pop(key))
 
     def release(self, keys: tuple[BufferKey, ...]) -> None:
         """Free buffers and every engine made on them."""
@@ -280,6 +286,7 @@ class Worker:
         """Give up the groups, engines and state of an epoch."""
         for key in [key for key in self._seats if key[0] == epoch]:
             self._seats.pop(key).groups.close()
+        self._orders.clear()
         self.residents.free(epoch)
 
     def close(self) -> None:

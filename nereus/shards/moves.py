@@ -9,12 +9,13 @@ A plan is made of runs: strided copies between the two flat buffers. Runs that f
 joined, alignment gaps included, so a replica is one contiguous copy.
 """
 
+import bisect
 import dataclasses
 import functools
 import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from nereus.model import ModelSpec
 from nereus.plan import Layout, StagePlan
@@ -107,6 +108,7 @@ class Moves:
     local: what a device copies from its own source buffer to its target buffer.
     kept: devices whose source and target buffer have the same layout and rank; their buffer may serve as it is.
     remote: what crosses between devices, in the global order.
+    fingerprint: 63 bits that differ between different plans; ranks compare them before they send.
     """
 
     source: Holding
@@ -114,8 +116,9 @@ class Moves:
     local: tuple[Move, ...]
     kept: frozenset[int]
     remote: tuple[Move, ...]
+    fingerprint: int
 
-    @functools.cached_property
+    @property
     def numel_moved(self) -> int:
         """Elements that cross between devices."""
         return sum(move.numel for move in self.remote)
@@ -133,25 +136,20 @@ class Moves:
 
     def of_device(self, device: int) -> DeviceMoves:
         """What one device does."""
-        local, incoming, outgoing = self._by_device
-        own = local.get(device)
-        return DeviceMoves(device, own, tuple(incoming.get(device, ())), tuple(outgoing.get(device, ())))
+        return self._by_device.get(device, DeviceMoves(device, None, (), ()))
 
     @functools.cached_property
-    def _by_device(self) -> tuple[dict[int, Move], dict[int, list[Move]], dict[int, list[Move]]]:
-        """The local, incoming and outgoing moves of each device, so that no device looks through those of all."""
+    def _by_device(self) -> dict[int, DeviceMoves]:
         incoming: dict[int, list[Move]] = defaultdict(list)
         outgoing: dict[int, list[Move]] = defaultdict(list)
         for move in self.remote:
             incoming[move.target].append(move)
             outgoing[move.source].append(move)
-        return {move.target: move for move in self.local}, incoming, outgoing
-
-    @functools.cached_property
-    def fingerprint(self) -> int:
-        """63 bits that differ between different plans; ranks compare them before they send."""
-        digest = hashlib.blake2b(repr((self.source, self.target, self.remote)).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+        local = {move.target: move for move in self.local}
+        return {
+            device: DeviceMoves(device, local.get(device), tuple(incoming[device]), tuple(outgoing[device]))
+            for device in {*local, *incoming, *outgoing}
+        }
 
 
 def plan_moves(
@@ -169,36 +167,138 @@ def plan_moves(
 
 @functools.lru_cache(maxsize=64)
 def _plan_moves(spec: ModelSpec, source: Holding, target: Holding, nodes: tuple[tuple[int, str], ...]) -> Moves:
-    node = dict(nodes)
-    choice = _SourceChoice(spec, source, node)
-    taken: dict[tuple[int, int], list[tuple[str, Box]]] = defaultdict(list)
-    local: list[Move] = []
-    held = dict(source.ranks)
-    replicas = [d for d, _ in target.ranks if d not in held] if source.layout == target.layout else []
-    for device, name, box, holder in choice.whole_replicas(target, replicas):
-        taken[holder, device].append((name, box))
-    lacking: list[tuple[int, str, Box]] = []
+    """Devices that hold the same rank and want the same one lack the same atoms: geometry is worked out once for each
+    such kind of device and kept, and devices differ only in who serves them. So the work grows with the devices, not
+    with the devices times the parameters."""
+    node, held = dict(nodes), dict(source.ranks)
+    choice = _SourceChoice(source, node)
+    alike: dict[tuple[int, int | None], list[int]] = defaultdict(list)
     for device, rank in target.ranks:
-        wanted = shards(spec, target.layout, rank)
-        own = shard_table(spec, source.layout, held[device]) if device in held else {}
-        common = [(s.param.name, part) for s in wanted if s.param.name in own
-                  if (part := s.box.intersect(own[s.param.name].box)) is not None]  # fmt: skip
-        if common:
-            local.append(_move(spec, source, target, device, device, common))
-        if device not in replicas:
-            lacking += [(device, s.param.name, box) for s in wanted for box in _rest(s, own.get(s.param.name))]
-    for device, name, box, holder in choice.pieces(lacking):
-        taken[holder, device].append((name, box))
-    remote = [_move(spec, source, target, s, t, boxes, same_node=node[s] == node[t]) for (s, t), boxes in taken.items()]
+        alike[rank, held.get(device)].append(device)
+    local: list[Move] = []
+    remote: list[Move] = []
+    for (rank, own), devices in alike.items():
+        geometry = _geometry(spec, source.layout, target.layout, rank)
+        if own is not None and (indices := geometry.local(own)):
+            local += [Move(device, device, *geometry.copies(own, indices)) for device in devices]
+        taken: dict[tuple[int, int], tuple[int, ...]] = {}
+        for atoms in geometry.lacking(own):
+            for device, holder, (_, first, last) in choice.spans(geometry, atoms, devices):
+                taken[holder, device] = taken.get((holder, device), ()) + atoms.indices[first:last]
+        remote += [
+            Move(s, t, *geometry.copies(held[s], indices), same_node=node[s] == node[t])
+            for (s, t), indices in taken.items()
+        ]
     kept = frozenset(d for d, rank in target.ranks if source.layout == target.layout and held.get(d) == rank)
-    return Moves(source, target, tuple(local), kept, _in_rounds(remote, node))
+    local.sort(key=lambda move: move.target)
+    return Moves(
+        source, target, tuple(local), kept, _in_rounds(remote, node), _fingerprint(spec, source, target, nodes)
+    )
 
 
-def _rest(wanted: Shard, own: Shard | None) -> list[Box]:
-    """What of a wanted shard the device does not hold itself."""
-    if own is None:
-        return [wanted.box] if wanted.box.numel else []
-    return wanted.box.subtract(own.box)
+def _fingerprint(*defining: object) -> int:
+    """63 bits of what a plan of moves is a function of."""
+    digest = hashlib.blake2b(repr(defining).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Atom:
+    """A piece of a target rank's parameter that lies whole in or whole outside every source shard. ranks: of the source
+    layout, which hold it."""
+
+    name: str
+    box: Box
+    numel: int
+    ranks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Atoms:
+    """Atoms that the same source ranks hold, by index, in memory order. middles: where each one's middle lies, in
+    elements."""
+
+    ranks: tuple[int, ...]
+    indices: tuple[int, ...]
+    middles: tuple[int, ...]
+    numel: int
+
+
+_Span = tuple[_Atoms, int, int]
+"""The atoms [first, last) of some that the same ranks hold."""
+
+
+class _Geometry:
+    """How a rank of the target layout is put together from the ranks of the source layout, whatever the devices."""
+
+    def __init__(self, spec: ModelSpec, source: Layout, target: Layout, rank: int) -> None:
+        self.spec, self.source, self.target, self.rank = spec, source, target, rank
+        self.atoms = _atoms(spec, source, target, rank)
+        self._lacking: dict[int | None, tuple[_Atoms, ...]] = {}
+        self._runs: dict[tuple[int, int], tuple[Run, ...]] = {}
+        self._copies: dict[tuple[int, tuple[int, ...]], tuple[tuple[Run, ...], int]] = {}
+
+    def local(self, held: int) -> tuple[int, ...]:
+        """Indices of what a device that holds a source rank has itself."""
+        return tuple(index for index, atom in enumerate(self.atoms) if held in atom.ranks)
+
+    def lacking(self, held: int | None) -> tuple[_Atoms, ...]:
+        """What a device that holds a source rank (None: nothing) must get, by the ranks that hold it."""
+        if held not in self._lacking:
+            indices = [index for index, atom in enumerate(self.atoms) if held not in atom.ranks]
+            found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            for index in indices:  # from its like alone where there is one, so that a replica is one contiguous copy
+                found[(self.rank,) if self.source == self.target else self.atoms[index].ranks].append(index)
+            self._lacking[held] = tuple(self._together(ranks, some) for ranks, some in found.items())
+        return self._lacking[held]
+
+    def _together(self, ranks: tuple[int, ...], indices: Sequence[int]) -> _Atoms:
+        middles, before = [], 0
+        for index in indices:
+            middles.append(before + self.atoms[index].numel // 2)
+            before += self.atoms[index].numel
+        return _Atoms(ranks, tuple(indices), tuple(middles), before)
+
+    def copies(self, source_rank: int, indices: tuple[int, ...]) -> tuple[tuple[Run, ...], int]:
+        """(runs, elements) that bring some atoms from a rank of the source layout."""
+        key = source_rank, indices
+        if key not in self._copies:
+            runs = [run for index in indices for run in self._runs_of(source_rank, index)]
+            runs.sort(key=lambda run: run.target_offset)
+            gaps = _gaps(self.spec, self.source, source_rank), _gaps(self.spec, self.target, self.rank)
+            self._copies[key] = tuple(_joined(runs, *gaps)), sum(self.atoms[index].numel for index in indices)
+        return self._copies[key]
+
+    def _runs_of(self, source_rank: int, index: int) -> tuple[Run, ...]:
+        if (source_rank, index) not in self._runs:
+            atom = self.atoms[index]
+            from_shard = shard_table(self.spec, self.source, source_rank)[atom.name]
+            to_shard = shard_table(self.spec, self.target, self.rank)[atom.name]
+            self._runs[source_rank, index] = tuple(_runs(atom.box, from_shard, to_shard))
+        return self._runs[source_rank, index]
+
+
+@functools.lru_cache(maxsize=512)
+def _geometry(spec: ModelSpec, source: Layout, target: Layout, rank: int) -> _Geometry:
+    return _Geometry(spec, source, target, rank)
+
+
+def _atoms(spec: ModelSpec, source: Layout, target: Layout, rank: int) -> tuple[_Atom, ...]:
+    """The atoms of everything a target rank holds, in memory order."""
+    found: list[_Atom] = []
+    for shard in shards(spec, target, rank):
+        if not shard.box.numel:
+            continue
+        held = [(r, common) for r, box in _holders(spec, source, shard.param.name)
+                if (common := box.intersect(shard.box)) is not None]  # fmt: skip
+        parts = [shard.box]
+        for common in dict.fromkeys(common for _, common in held):
+            parts = [p for part in parts for p in _split(part, common)]
+        found += [
+            _Atom(shard.param.name, part, part.numel, tuple(r for r, common in held if part.intersect(common) == part))
+            for part in parts
+        ]
+    return tuple(found)
 
 
 def _in_rounds(moves: Iterable[Move], node: Mapping[int, str]) -> tuple[Move, ...]:
@@ -212,58 +312,48 @@ def _in_rounds(moves: Iterable[Move], node: Mapping[int, str]) -> tuple[Move, ..
 
 
 class _SourceChoice:
-    """Decides which holder serves whom: same node first, then the one that has served least."""
+    """Decides which holder serves whom: those of the receiver's node, or else all, in equal contiguous shares.
 
-    def __init__(self, spec: ModelSpec, source: Holding, node: Mapping[int, str]) -> None:
-        self._spec, self._source, self._node = spec, source, node
-        self._load: dict[int, int] = dict.fromkeys(source.devices, 0)
+    What the receivers of a node lack is laid end to end and cut into as many equal spans as there are holders, so that
+    the load is balanced, a pair of devices exchanges few runs, and the choice depends on holdings and nodes alone.
+    """
+
+    def __init__(self, source: Holding, node: Mapping[int, str]) -> None:
+        self._node = node
         self._by_rank: dict[int, list[int]] = defaultdict(list)
+        self._near: dict[tuple[int, str], list[int]] = defaultdict(list)
         for device, rank in source.ranks:
             self._by_rank[rank].append(device)
+            self._near[rank, node[device]].append(device)
 
-    def whole_replicas(self, target: Holding, devices: list[int]) -> Iterator[tuple[int, str, Box, int]]:
-        """(device, parameter, box, holder) for devices that lack all of a buffer that lives elsewhere.
-
-        The holders of a rank share what must be sent in equal contiguous spans, so that a pair of devices exchanges
-        one run.
-        """
-        receivers: dict[tuple[int, str], list[int]] = defaultdict(list)
+    def spans(self, geometry: _Geometry, atoms: _Atoms, devices: Sequence[int]) -> Iterator[tuple[int, int, _Span]]:
+        """(device, holder, span) that give every device all of `atoms`."""
+        receivers: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        every = tuple(device for rank in atoms.ranks for device in self._by_rank[rank])
+        near: dict[str, tuple[int, ...]] = {}
         for device in devices:
-            receivers[dict(target.ranks)[device], self._node[device]].append(device)
-        for (rank, node), group in receivers.items():
-            every = self._by_rank[rank]
-            holders = [d for d in every if self._node[d] == node] or every
-            cells = [(d, s) for d in group for s in shards(self._spec, target.layout, rank) if s.box.numel]
-            total, before = sum(shard.box.numel for _, shard in cells), 0
-            for device, shard in cells:
-                middle = before + shard.box.numel // 2
-                holder = holders[middle * len(holders) // total]
-                before += shard.box.numel
-                self._load[holder] += shard.box.numel
-                yield device, shard.param.name, shard.box, holder
+            node = self._node[device]
+            if node not in near:
+                near[node] = tuple(d for rank in atoms.ranks for d in self._near.get((rank, node), ())) or every
+            receivers[near[node]].append(device)
+        for holders, group in receivers.items():
+            lost = geometry.atoms[atoms.indices[0]]
+            assert holders, f"{lost.name} {lost.box}: no source holds it"
+            yield from _shares(atoms, group, holders)
 
-    def pieces(self, lacking: list[tuple[int, str, Box]]) -> Iterator[tuple[int, str, Box, int]]:
-        """(device, parameter, piece, holder), largest pieces assigned first."""
-        atoms = [(device, *atom) for device, name, box in lacking for atom in self._atoms(name, box)]
-        for device, name, box, holders in sorted(atoms, key=lambda atom: -atom[2].numel):
-            holder = min(holders, key=lambda h: (self._node[h] != self._node[device], self._load[h], h))
-            self._load[holder] += box.numel
-            yield device, name, box, holder
 
-    def _atoms(self, name: str, box: Box) -> list[tuple[str, Box, tuple[int, ...]]]:
-        """The box cut so that each part lies whole in or whole outside every source shard, with its holders."""
-        held = [(rank, common) for rank, shard in _holders(self._spec, self._source.layout, name)
-                if (common := shard.intersect(box)) is not None]  # fmt: skip
-        parts = [box]
-        for _, common in held:
-            parts = [p for part in parts for p in _split(part, common)]
-        atoms = []
-        for part in parts:
-            ranks = [rank for rank, common in held if part.intersect(common) == part]
-            holders = tuple(device for rank in ranks for device in self._by_rank[rank])
-            assert holders, f"{name} {part}: no source holds it"
-            atoms.append((name, part, holders))
-        return atoms
+def _shares(atoms: _Atoms, group: Sequence[int], holders: Sequence[int]) -> Iterator[tuple[int, int, _Span]]:
+    """(device, holder, span): the atoms of all receivers, end to end, in as many equal spans as there are holders. An
+    atom belongs to the span that its middle lies in."""
+    total, last = atoms.numel * len(group), len(atoms.indices)
+    for place, device in enumerate(group):
+        before, first = atoms.numel * place, 0
+        while first < last:
+            serving = (before + atoms.middles[first]) * len(holders) // total
+            reach = -(-(serving + 1) * total // len(holders)) - before
+            until = bisect.bisect_left(atoms.middles, reach, lo=first)
+            yield device, holders[serving], (atoms, first, until)
+            first = until
 
 
 def _split(box: Box, by: Box) -> list[Box]:
@@ -277,26 +367,6 @@ def _holders(spec: ModelSpec, layout: Layout, name: str) -> tuple[tuple[int, Box
     """(rank, box) of every rank that holds a part of the parameter."""
     tables = ((rank, shard_table(spec, layout, rank).get(name)) for rank in range(layout.num_ranks))
     return tuple((rank, shard.box) for rank, shard in tables if shard is not None and shard.box.numel)
-
-
-def _move(
-    spec: ModelSpec,
-    source: Holding,
-    target: Holding,
-    source_device: int,
-    target_device: int,
-    boxes: Iterable[tuple[str, Box]],
-    *,
-    same_node: bool = True,
-) -> Move:
-    source_rank, target_rank = dict(source.ranks)[source_device], dict(target.ranks)[target_device]
-    from_table = shard_table(spec, source.layout, source_rank)
-    to_table = shard_table(spec, target.layout, target_rank)
-    boxes = tuple(boxes)
-    runs = [run for name, box in boxes for run in _runs(box, from_table[name], to_table[name])]
-    gaps = _gaps(spec, source.layout, source_rank), _gaps(spec, target.layout, target_rank)
-    joined = tuple(_joined(sorted(runs, key=lambda run: run.target_offset), *gaps))
-    return Move(source_device, target_device, joined, sum(box.numel for _, box in boxes), same_node)
 
 
 def _runs(box: Box, source: Shard, target: Shard) -> Iterator[Run]:
@@ -401,10 +471,14 @@ def _cut(run: Run, limit: int) -> Iterator[Run]:
 def lower_bound_numel(spec: ModelSpec, source: Holding, target: Holding) -> int:
     """Elements that must arrive: of every target buffer, what its device does not hold in its source buffer."""
     held = dict(source.ranks)
+    return sum(_lacking_numel(spec, source.layout, held.get(d), target.layout, rank) for d, rank in target.ranks)
+
+
+@functools.lru_cache(maxsize=4096)
+def _lacking_numel(spec: ModelSpec, source: Layout, held: int | None, target: Layout, rank: int) -> int:
+    own = shard_table(spec, source, held) if held is not None else {}
     count = 0
-    for device, rank in target.ranks:
-        own = shard_table(spec, source.layout, held[device]) if device in held else {}
-        for shard in shards(spec, target.layout, rank):
-            common = shard.box.intersect(own[shard.param.name].box) if shard.param.name in own else None
-            count += shard.box.numel - (common.numel if common is not None else 0)
+    for shard in shards(spec, target, rank):
+        common = shard.box.intersect(own[shard.param.name].box) if shard.param.name in own else None
+        count += shard.box.numel - (common.numel if common is not None else 0)
     return count
