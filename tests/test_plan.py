@@ -1,7 +1,7 @@
 """How plans are written and read back: places, settings, refusals in one line."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.errors import PlanError
@@ -10,6 +10,7 @@ from nereus.plan import ACTOR_TRAINING, Layout, Plan, Recompute, StagePlan, pars
 COUNTS = st.integers(1, 10**12)
 
 
+@settings(deadline=None)
 @given(
     dp=st.integers(1, 5),
     tp=st.integers(1, 4),
@@ -27,6 +28,7 @@ def test_a_plan_is_read_back_as_it_was_written(dp: int, tp: int, pp: int, **sett
     assert plan.placed == Plan.of({ACTOR_TRAINING: StagePlan.of(Layout(tp, pp), range(dp * tp * pp))})
 
 
+@settings(deadline=None)
 @given(tp=st.integers(1, 6), pp=st.integers(1, 5))
 def test_a_rank_stands_at_one_place_along_every_axis(tp: int, pp: int) -> None:
     layout = Layout(tp, pp)

@@ -15,6 +15,9 @@ INK, GREY = "#222", "#8a8a8a"
 COLOURS = {"reward": "#1f6feb", "held-out": "#d1242f", "length": "#1a7f37", "plan": "#1f6feb", "supply": "#d0d7de"}
 VERDICT_COLOURS = {"admit": "#1a7f37", "urgent": "#d1242f", "asked for": "#9a6700"}
 
+SMALLEST_SPAN = 1e-12
+"""Values nearer to each other than this are drawn as one."""
+
 Point = tuple[float, float]
 
 
@@ -81,8 +84,8 @@ def _ticks(values: Sequence[float], up: Callable[[float], float]) -> list[str]:
 def axis_ticks(values: Sequence[float]) -> list[float]:
     """Round numbers, at most seven, that span the values and 0; steps are 1, 2 or 5 times a power of ten."""
     low, high = min([0.0, *values]), max([0.0, *values])
-    if low == high:
-        high = 1.0
+    if high - low < SMALLEST_SPAN:
+        high = low + 1.0
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough * (1 - 1e-9))

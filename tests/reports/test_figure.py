@@ -6,7 +6,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.errors import DataError
@@ -15,6 +15,7 @@ from nereus.reports.figure import axis_ticks, run_figure
 FINITE = st.floats(-1e9, 1e9)
 
 
+@settings(deadline=None)
 @given(st.lists(FINITE, max_size=6))
 def test_an_axis_spans_its_values_with_few_round_numbers(values: list[float]) -> None:
     ticks = axis_ticks(values)
@@ -34,7 +35,9 @@ def draw(folder: Path, rewards: list[float], *, cut: str = "") -> str:
 
 
 @pytest.mark.parametrize(
-    "rewards", [[-3.0, -1.5, -0.2], [60_000.0, 90_000.0], [math.nan, 0.5], [math.inf], [], [0.0], [1e-9, 2e-9]], ids=str
+    "rewards",
+    [[-3.0, -1.5, -0.2], [60_000.0, 90_000.0], [math.nan, 0.5], [math.inf], [], [0.0], [1e-9, 2e-9], [5e-324]],
+    ids=str,
 )
 def test_any_rewards_can_be_drawn(rewards: list[float], tmp_path: Path) -> None:
     drawn = draw(tmp_path, rewards)
