@@ -114,3 +114,9 @@ def test_no_module_grows_beyond_its_limits() -> None:
 def test_nothing_is_called_utils() -> None:
     names = {entry for module in MODULES for entry in module.split(".")}
     assert not names & {"utils", "util", "common", "core", "helpers", "misc"}
+
+
+def test_the_architecture_page_names_every_room() -> None:
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    missing = [room for room in ROOMS if f"`{room.partition('.')[0]}" not in page and f"{room}.py" not in page]
+    assert not missing
