@@ -41,7 +41,7 @@ class RunFolder:
         self._started = time.monotonic()
 
     def open(self, config_text: str, *, overwrite: bool = False) -> None:
-        """Take the folder for this run and create its files.
+        """Take the folder for this run. Its files of lines appear with their first line.
 
         Raises ConfigError where another run has it, where an earlier one left its files and `overwrite` is not given,
         and where it cannot be written at all.
@@ -51,8 +51,6 @@ class RunFolder:
             self._take()
             self._clear(overwrite)
             (self.folder / "config.yaml").write_text(config_text, encoding="utf-8")
-            for name in LINES:
-                self._files[name] = (self.folder / name).open("a", encoding="utf-8")
         except OSError as error:
             self.close()
             raise ConfigError("run.dir", f"{self.folder} cannot be written: {error.strerror}") from None
@@ -122,6 +120,8 @@ class RunFolder:
 
     def _line(self, name: str, fields: Mapping[str, Any]) -> None:
         def write() -> None:
+            if name not in self._files:
+                self._files[name] = (self.folder / name).open("a", encoding="utf-8")
             self._files[name].write(json.dumps(_finite(fields), allow_nan=False) + "\n")
             self._files[name].flush()
 
