@@ -7,6 +7,8 @@ parameter and for its gradient, fp32 master and Adam moments, so optimizer tenso
 
 import dataclasses
 import functools
+import math
+import operator
 from collections.abc import Iterator, Sequence
 
 from nereus.model import Axis, ModelSpec, Param
@@ -29,20 +31,17 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(operator.sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
-        count = 1
-        for a, b in zip(self.start, self.stop, strict=True):
-            count *= b - a
-        return count
+        return math.prod(map(operator.sub, self.stop, self.start))
 
     def intersect(self, other: "Box") -> "Box | None":
         """The common box, or None where it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+        return Box(start, stop) if all(map(operator.lt, start, stop)) else None
 
     def subtract(self, other: "Box") -> "list[Box]":
         """Disjoint boxes that cover what of this box lies outside `other`."""

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -371,12 +372,13 @@ def _holders(spec: ModelSpec, layout: Layout, name: str) -> tuple[tuple[int, Box
 
 def _runs(box: Box, source: Shard, target: Shard) -> Iterator[Run]:
     """The strided copies that carry a box from one row-major shard to another."""
-    inner = len(box.shape) - 1
-    while inner > 0 and box.shape[inner] == source.box.shape[inner] == target.box.shape[inner]:
+    shape, from_shape, to_shape = box.shape, source.box.shape, target.box.shape
+    inner = len(shape) - 1
+    while inner > 0 and shape[inner] == from_shape[inner] == to_shape[inner]:
         inner -= 1
-    from_strides, to_strides = _strides(source.box), _strides(target.box)
-    first = [range(n) for n in box.shape[: max(inner - 1, 0)]]
-    row_numel = _product(box.shape[inner:])
+    from_strides, to_strides = _strides(from_shape), _strides(to_shape)
+    first = [range(n) for n in shape[: max(inner - 1, 0)]]
+    row_numel = math.prod(shape[inner:])
     for index in itertools.product(*first):
         at = tuple(a + i for a, i in zip(box.start, index, strict=False)) + box.start[len(index) :]
         from_offset = source.offset + _offset(at, source.box, from_strides)
@@ -385,23 +387,17 @@ def _runs(box: Box, source: Shard, target: Shard) -> Iterator[Run]:
             yield Run(from_offset, to_offset, row_numel)
         else:
             yield Run(
-                from_offset, to_offset, row_numel, box.shape[inner - 1], from_strides[inner - 1], to_strides[inner - 1]
+                from_offset, to_offset, row_numel, shape[inner - 1], from_strides[inner - 1], to_strides[inner - 1]
             )
 
 
-def _strides(box: Box) -> tuple[int, ...]:
-    return tuple(_product(box.shape[dim + 1 :]) for dim in range(len(box.shape)))
+@functools.lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _offset(at: tuple[int, ...], box: Box, strides: tuple[int, ...]) -> int:
     return sum((a - o) * s for a, o, s in zip(at, box.start, strides, strict=True))
-
-
-def _product(sizes: Iterable[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
 
 
 @functools.lru_cache(maxsize=4096)
