@@ -3,7 +3,7 @@
 PPO of an 8B model on nodes of eight devices, at 64 to 4,096 devices, each size in a process of its own so that nothing
 is known from before. A new plan costs: which device takes which place, the ordered transition, its moves cut into the
 part of every device, what seats are told, and the first weight synchronization. A step costs one synchronization more.
-Everything is what the product calls; seconds are of the processor, one thread; what would be sent is pickled and counted.
+Everything is what the product calls; seconds are of one processor thread; what would be sent is pickled and counted.
 
 `nereus bench driver`; --quick leaves out 4,096.
 """

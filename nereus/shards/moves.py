@@ -410,22 +410,28 @@ def _gaps(spec: ModelSpec, layout: Layout, rank: int) -> dict[int, int]:
 
 def _joined(runs: Iterable[Run], source_gaps: Mapping[int, int], target_gaps: Mapping[int, int]) -> Iterator[Run]:
     """Runs, ascending in the target, with contiguous neighbours made one; only alignment gaps are bridged."""
-    last: Run | None = None
+    first: Run | None = None
+    from_end = to_end = padding = 0  # where the row that begins with `first` ends by now, and the gaps in it
     for run in runs:
-        if last is not None and last.rows == run.rows == 1:
-            from_end, to_end = last.source_offset + last.numel, last.target_offset + last.numel
+        if first is not None and first.rows == run.rows == 1:
             gap = run.target_offset - to_end
             bridged = source_gaps.get(from_end) == run.source_offset and target_gaps.get(to_end) == run.target_offset
             if run.source_offset - from_end == gap and (gap == 0 or bridged):
-                last = dataclasses.replace(
-                    last, row_numel=last.numel + gap + run.numel, padding=last.padding + gap + run.padding
-                )
+                from_end, to_end = run.source_offset + run.row_numel, run.target_offset + run.row_numel
+                padding += gap + run.padding
                 continue
-        if last is not None:
-            yield last
-        last = run
-    if last is not None:
-        yield last
+        if first is not None:
+            yield _lengthened(first, to_end, padding)
+        first, padding = run, run.padding
+        from_end, to_end = run.source_offset + run.row_numel, run.target_offset + run.row_numel
+    if first is not None:
+        yield _lengthened(first, to_end, padding)
+
+
+def _lengthened(run: Run, to_end: int, padding: int) -> Run:
+    """A run whose first row goes on to an end in the target."""
+    numel = to_end - run.target_offset
+    return run if numel == run.row_numel else Run(run.source_offset, run.target_offset, numel, padding=padding)
 
 
 def buckets(runs: Iterable[Run], limit_numel: int) -> Iterator[tuple[Run, ...]]:
