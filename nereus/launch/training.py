@@ -4,7 +4,6 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from nereus.cluster import Cluster
 from nereus.controller import Adapting, Clock, Controller, Course
 from nereus.decide.outlook import JobShape, ModelOutlook, decider_of
 from nereus.errors import NereusError, NoFeasiblePlan
+from nereus.launch.build import Build, build_on_ray
 from nereus.launch.discovery import check_address
 from nereus.launch.job import Job, prepare_job
 from nereus.plan import Plan
@@ -30,11 +30,7 @@ from nereus.reports.events import (
 )
 from nereus.reports.run_folder import RunFolder
 from nereus.reports.view import View
-from nereus.runtime.live import LiveRuntime
-from nereus.runtime.ray_pool import RayPool, RaySettings, RaySupply
-from nereus.supply.supply import Supply, configured_supply
-
-GB = 10**9
+from nereus.supply.supply import Supply
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,8 +106,10 @@ class _Recorder:
         self._folder.status(Status(process, phase, self._step, self._steps, plan, time.time(), started, reason))
 
 
-def run_training(config: RunConfig, view: View) -> TrainResult:
+def run_training(config: RunConfig, view: View, *, build: Build = build_on_ray) -> TrainResult:
     """Run a recipe. Raises InputError before any worker starts where that is possible.
+
+    build: makes the machinery the run stands on.
 
     The run folder is this run's from the first second on, and says at its end how the run ended.
     """
@@ -121,7 +119,7 @@ def run_training(config: RunConfig, view: View) -> TrainResult:
     recorder.begin("starting")
     phase, reason = "failed", "an error of its own; see what it printed"
     try:
-        result = _run(config, view, folder, recorder)
+        result = _run(config, view, folder, recorder, build)
         phase, reason = recorder.phase, ""
         return result
     except KeyboardInterrupt:
@@ -135,7 +133,7 @@ def run_training(config: RunConfig, view: View) -> TrainResult:
         folder.close()
 
 
-def _run(config: RunConfig, view: View, folder: RunFolder, recorder: _Recorder) -> TrainResult:
+def _run(config: RunConfig, view: View, folder: RunFolder, recorder: _Recorder, build: Build) -> TrainResult:
     """What happens between taking the run folder and giving it back."""
 
     def progress(what: str, done: int, total: int) -> None:
@@ -147,34 +145,29 @@ def _run(config: RunConfig, view: View, folder: RunFolder, recorder: _Recorder) 
     requests = Requests(config.run.dir)
     requests.clear()
     job = prepare_job(config, progress)
-    pool = RayPool(ray_settings(config))
     try:
-        joined = RaySupply(pool) if follows_cluster(config) else None
-        supply = configured_supply(config.supply, pool.cluster.device_ids, otherwise=joined)
-        view.phase("starting Ray")
-        pool.connect()
-        for path in (config.run.dir, *sorted({role.folder / "config.json" for role in job.setup.roles.values()})):
-            pool.check_shared(path)
-        outlook = job_outlook(config, job, pool.cluster)
-        named = config.initial_plan
-        plan = outlook.complete(named) if named else first_plan(outlook, supply)
-        runtime = LiveRuntime(pool, job.setup, plan, on_operation=lambda end: progress(str(end), end.done, end.total))
-        view.phase(f"starting {len(plan.devices)} workers")
-        runtime.start()
-        recorder(_start_event(config, job, plan, outlook))
-        clock = Clock(folder.elapsed_s)
-        adapting = Adapting(supply, decider_of(config, outlook, plan)) if config.adapt else None
-        course = Course(config.trainer.steps, config.trainer.val_every, _transitions(config.transitions))
-        Controller(
-            runtime, outlook, course, recorder, progress=progress, requests=requests, clock=clock, adapting=adapting
-        ).run()
-        return TrainResult(
-            config.run.dir, tuple(recorder.evaluations), tuple(recorder.steps), tuple(recorder.changes), job.notes
-        )
+        machinery = build(config, job, progress)
+        try:
+            outlook = job_outlook(config, job, machinery.cluster)
+            named = config.initial_plan
+            plan = outlook.complete(named) if named else first_plan(outlook, machinery.supply)
+            view.phase(f"starting {len(plan.devices)} workers")
+            runtime = machinery.start(plan)
+            recorder(_start_event(config, job, plan, outlook))
+            clock = Clock(folder.elapsed_s)
+            adapting = Adapting(machinery.supply, decider_of(config, outlook, plan)) if config.adapt else None
+            course = Course(config.trainer.steps, config.trainer.val_every, _transitions(config.transitions))
+            Controller(
+                runtime, outlook, course, recorder, progress=progress, requests=requests, clock=clock, adapting=adapting
+            ).run()
+        finally:
+            machinery.close()
     finally:
-        pool.close()
         if job.reward is not None:
             job.reward.close()
+    return TrainResult(
+        config.run.dir, tuple(recorder.evaluations), tuple(recorder.steps), tuple(recorder.changes), job.notes
+    )
 
 
 def job_outlook(config: RunConfig, job: Job, cluster: Cluster) -> ModelOutlook:
@@ -188,26 +181,6 @@ def first_plan(outlook: ModelOutlook, supply: Supply) -> Plan:
     if not plans:
         raise NoFeasiblePlan(outlook.refusal)
     return plans[0]
-
-
-def follows_cluster(config: RunConfig) -> bool:
-    """Whether the nodes of a joined cluster are the job's supply."""
-    return config.adapt and config.cluster.address is not None and config.supply.trace is None
-
-
-def ray_settings(config: RunConfig) -> RaySettings:
-    """A job that follows its cluster may start once its first plan has its devices, any one where none is named."""
-    cluster, plan = config.cluster, config.initial_plan
-    first = max(plan.devices) + 1 if plan else 1
-    return RaySettings(
-        num_workers=cluster.workers,
-        timeout=timedelta(seconds=cluster.timeout_s),
-        address=cluster.address,
-        device=cluster.device,
-        memory_bytes=int(cluster.memory_gb * GB) if cluster.memory_gb is not None else None,
-        cores_per_node=cluster.cores or os.cpu_count(),
-        min_workers=first if follows_cluster(config) else None,
-    )
 
 
 def _transitions(named: tuple[TransitionConfig, ...]) -> dict[int, Callable[[Plan], Plan]]:

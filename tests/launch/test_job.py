@@ -1,7 +1,5 @@
 """From a recipe to a job: who starts from which weights, what is scored how, and what is checked before any worker."""
 
-import dataclasses
-import json
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -9,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import SPEC
+from job_recipes import PLAN, job_recipe
 from runs import descendants
 
 from nereus.algorithms.progress import Scores
-from nereus.checkpoint.hf import init_tensors, save_folder
 from nereus.data.prompts import Prompt
 from nereus.data.reward_pool import load_reward
 from nereus.data.tokenizers import byte_tokenizer
@@ -23,42 +20,10 @@ from nereus.model import Head
 from nereus.plan import Role
 from nereus.recipe.config import parse_config
 
-PLAN = {
-    "actor-generation": "d1t1p1@0",
-    "actor-training": "d1t1p1@0",
-    "critic-training": "d1t1p1@0",
-    "critic-inference": "d1t1p1@0",
-    "reference-inference": "d1t1p1@0",
-    "reward-inference": "d1t1p1@0",
-}
-
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> dict[str, Any]:
-    """A recipe with all four models from folders and with a reward function."""
-    byte_tokenizer().save(tmp_path / "tokenizer")
-    for name, head in (("actor", Head.LM), ("reward", Head.SCORE)):
-        spec = dataclasses.replace(SPEC, vocab=258).with_head(head)
-        save_folder(tmp_path / name, spec, init_tensors(spec, seed=0), tokenizer_folder=tmp_path / "tokenizer")
-    for name in ("train", "val"):
-        row = {"data_source": "t", "reward_model": {"ground_truth": "1"}}
-        rows = [json.dumps({**row, "prompt": f"{name} {i}"}) for i in range(6)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    return {
-        "model": {"path": str(tmp_path / "actor")},
-        "data": {
-            "train": str(tmp_path / "train.jsonl"), "val": str(tmp_path / "val.jsonl"), "train_batch_size": 4,
-            "max_prompt_length": 16, "max_response_length": 8,
-        },
-        "rollout": {"temperature": 0.7, "top_k": 5, "stop_token_ids": [9]},
-        "actor": {"ppo_mini_batch_size": 2, "lr": 1e-3, "ppo_epochs": 3},
-        "critic": {"lr": 1e-2},
-        "reward": {"function": "nereus.data.rewards:exact_answer", "model": str(tmp_path / "reward")},
-        "trainer": {"dtype": "fp64"},
-        "cluster": {"workers": 1},
-        "plan": dict(PLAN),
-        "run": {"dir": str(tmp_path / "run")},
-    }  # fmt: skip
+    return job_recipe(tmp_path)
 
 
 def prepared(recipe: dict[str, Any]) -> Job:

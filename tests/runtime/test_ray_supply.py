@@ -16,7 +16,7 @@ from runs import Run, nereus, tiny
 from supply_contract import check_view
 
 from nereus.errors import ClusterError
-from nereus.launch.training import follows_cluster, ray_settings
+from nereus.launch.build import follows_cluster, ray_settings
 from nereus.plan import Plan
 from nereus.recipe.config import RunConfig, parse_config
 from nereus.runtime.ray_pool import RayPool, RaySettings, RaySupply
