@@ -73,7 +73,7 @@ class _Recorder:
             self.evaluations.append((event.step, event.metrics))
             self._row |= {"step": event.step} | dict(event.metrics)
         elif isinstance(event, StepEnd):
-            self._flush()
+            self.flush()
             self._row, self._step, self._plan = dict(event.row), event.step, event.plan
         elif isinstance(event, TransitionEnd | Decision | TransitionFailed):
             self.changes.append(event)
@@ -81,8 +81,15 @@ class _Recorder:
 
     def finish(self, phase: str, reason: str = "") -> None:
         """Write what is still held back, and how the run ended."""
-        self._flush()
+        self.flush()
         self._status(phase, reason)
+
+    def flush(self) -> None:
+        """Write the row of the last step, once nothing more belongs to it."""
+        if self._row:
+            self._folder.metrics(self._row)
+            self.steps.append(self._row)
+            self._row = {}
 
     @property
     def phase(self) -> str:
@@ -92,13 +99,6 @@ class _Recorder:
     def begin(self, phase: str) -> None:
         """Say what the run does before its first step."""
         self._status(phase)
-
-    def _flush(self) -> None:
-        """Write the row of the last step, once nothing more can belong to it."""
-        if self._row:
-            self._folder.metrics(self._row)
-            self.steps.append(self._row)
-            self._row = {}
 
     def _status(self, phase: str, reason: str = "") -> None:
         process = os.getpid()
@@ -165,6 +165,7 @@ def _run(config: RunConfig, view: View, folder: RunFolder, recorder: _Recorder, 
     finally:
         if job.reward is not None:
             job.reward.close()
+    recorder.flush()
     return TrainResult(
         config.run.dir, tuple(recorder.evaluations), tuple(recorder.steps), tuple(recorder.changes), job.notes
     )

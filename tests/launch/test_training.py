@@ -77,6 +77,9 @@ def test_a_run_goes_its_whole_course_on_machinery_that_was_passed_in(tmp_path: P
     assert [row[0] for row in runtime.asked] == ["step", "transition", "step", "step"]
     assert runtime.plan.placed == Plan.parse(PLAN | moved)
     assert [change.step for change in result.changes if isinstance(change, TransitionEnd)] == [2]
+    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in result.steps] == [1, 2, 3]
+    assert list(result.steps) == [row for row in written if "step" in row], "the last step's row is among them"
     assert json.loads((tmp_path / "run" / "status.json").read_text())["phase"] == "done"
     assert workshop.num_closed == 1
 
