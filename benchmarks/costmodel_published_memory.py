@@ -16,7 +16,7 @@ from typing import Any
 from nereus.engine_facts import BF16, FP32, LOGITS_COPIES
 from nereus.model import ModelSpec
 from nereus.plan import Layout, Recompute
-from nereus.planner.prices.footprints import state_bytes
+from nereus.planner.prices.footprints import trained_bytes
 from nereus.planner.prices.memory import (
     backward_bytes_per_token,
     layer_bytes_per_token,
@@ -117,7 +117,7 @@ def megatron(row: Row) -> list[Figure]:
     activations = _megatron_activations(row, shape)
     return [
         _figure(
-            row, "parameters and optimizer", "GiB", result["params_optimizer_gib"], params * state_bytes(BF16) / GIB
+            row, "parameters and optimizer", "GiB", result["params_optimizer_gib"], params * trained_bytes(BF16) / GIB
         ),
         _figure(row, "activations", "GiB", result["activations_gib"], activations / GIB),
     ]
@@ -182,7 +182,7 @@ def torchtitan_bytes(row: Row, pp_rank: int) -> float:
     sequences = work["micro_batch"] / pp if pp > 1 else work["micro_batch"]
     tokens = sequences * work["seq_len"] / plan["cp"]
     in_flight = pp - pp_rank
-    shards = numel * state_bytes(FP32) / (plan["dp"] * plan["cp"])
+    shards = numel * trained_bytes(FP32) / (plan["dp"] * plan["cp"])
     if pp > 1:
         gathered = numel * (2 + 4)
     else:

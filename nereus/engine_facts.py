@@ -12,6 +12,10 @@ class Precision:
     wide_bytes: int
     has_masters: bool
 
+    def state_bytes(self, *, trains: bool) -> int:
+        """Bytes of state for one parameter: the parameter, and where it trains two moments and the master, if any."""
+        return self.param_bytes + (self.wide_bytes * (2 + self.has_masters) if trains else 0)
+
 
 BF16 = Precision(param_bytes=2, wide_bytes=4, has_masters=True)
 FP32 = Precision(param_bytes=4, wide_bytes=4, has_masters=False)

@@ -130,9 +130,8 @@ class JobShape:
 
     def states(self) -> dict[ModelStage, StageState]:
         """What a transition moves of each model-stage: parameters, and masters and moments where it trains."""
-        wide = self.precision.wide_bytes * (3 if self.precision.has_masters else 2)
         return {
-            m: StageState(self.specs[m.role], self.precision.param_bytes + (wide if m.stage is Stage.TRAINING else 0))
+            m: StageState(self.specs[m.role], self.precision.state_bytes(trains=m.stage is Stage.TRAINING))
             for m in self.workflow.model_stages
         }
 

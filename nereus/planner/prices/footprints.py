@@ -115,13 +115,13 @@ def smallest_state(trains: bool, table: LayoutTable, precision: Precision) -> In
     """[layouts]: bytes of state that every candidate of a layout holds on its fullest rank (none where shared)."""
     if not trains:
         return np.zeros(len(table.tp), dtype=np.int64)
-    smallest: Ints = table.numel.min(axis=1) * state_bytes(precision)
+    smallest: Ints = table.numel.min(axis=1) * trained_bytes(precision)
     return smallest
 
 
-def state_bytes(precision: Precision) -> int:
-    """Bytes of a trained parameter: itself, its gradient, both moments and, where kept, the master."""
-    return precision.param_bytes + precision.wide_bytes * (4 if precision.has_masters else 3)
+def trained_bytes(precision: Precision) -> int:
+    """Bytes of a trained parameter while it trains: its state and its gradient."""
+    return precision.state_bytes(trains=True) + precision.wide_bytes
 
 
 class Longest:
@@ -298,7 +298,7 @@ class _StageFootprint:
         """Bytes of all parts that stay: the sum of those of `parts`."""
         if not self.trains:
             return numel * (0 if shared else self.precision.param_bytes)
-        return numel * state_bytes(self.precision)
+        return numel * trained_bytes(self.precision)
 
     def _sync_buffers(self, place: int) -> Ints:
         numel = self.table.numel[self.at, place]
