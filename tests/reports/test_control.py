@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -150,7 +151,9 @@ def test_a_running_job_tells_where_it_is_moves_when_asked_and_stops(tmp_path: Pa
         assert "actor-training: d1t2p1@0-1" in told and "critic-training: d1t1p2@2-3" in told
 
         planned = asked(people, "reshape", str(folder), "actor-training=d1t1p2@2-3", "--dry-run").output
-        assert "predicted to take" in planned and "actor-training: d1t2p1@0-1 -> d1t1p2@2-3" in planned
+        assert "predicted to take" in planned
+        moved = re.search(r"actor-training: d1t2p1@0-1(\S*) -> d1t1p2@2-3(\S*)\n", planned)
+        assert moved and moved[1] == moved[2] == "/mb=32/recompute=none", "settings not named stay as they are"
         for change, message in (("actor-training=d1t3p1@0-2", "heads"), ("actor-training=d1t1p1@9", "does not exist")):
             assert message in asked(people, "reshape", str(folder), change, code=2).output
         assert not events(folder, "transition"), "neither a dry run nor a refusal moves anything"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -246,7 +247,7 @@ def come_late(worker: Worker) -> None:
     time.sleep(10)
 
 
-def resources(pool: ThreadPool) -> dict[str, object]:
+def resources(pool: ThreadPool) -> dict[str, Any]:
     """What a transition must not leave: buffers, seats, threads, file descriptors."""
     gc.collect()
     on_workers = {device: pool.call(device, inventory).result(30) for device in pool.devices}
@@ -256,6 +257,15 @@ def resources(pool: ThreadPool) -> dict[str, object]:
         "native threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
+
+
+def settled(pool: ThreadPool, before: dict[str, int], *, patience_s: float = 10.0) -> dict[str, Any]:
+    """The resources once no more than before are in use: connections of closed groups end a moment later."""
+    deadline = time.monotonic() + patience_s
+    while (now := resources(pool))["descriptors"] > before["descriptors"] and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    return now
 
 
 @pytest.mark.parametrize(
@@ -284,7 +294,7 @@ def test_an_aborted_transition_leaves_the_old_plan_running_and_nothing_of_the_ne
         with pytest.raises(TransitionAborted, match=problem):
             runtime.transition(judged(runtime, setup, target))
         assert not pool.faults, "the fault has fired"
-        after, same = resources(pool), gathered(pool, START, 0)
+        after, same = settled(pool, before), gathered(pool, START, 0)
         assert runtime.plan == START and after["workers"] == before["workers"]
         assert after["threads"] == before["threads"]
         assert after["native threads"] <= before["native threads"]
