@@ -18,11 +18,14 @@ from nereus.cluster import Link
 from nereus.errors import PlanError
 from nereus.plan import ModelStage, Plan, Recompute, Stage, StagePlan
 from nereus.planner.prices.cost import StageCost
-from nereus.planner.prices.footprints import StageMemory, stage_memory
+from nereus.planner.prices.footprints import StageMemory, setting_memories
 from nereus.planner.prices.passes import Span
 from nereus.planner.problem import PlanningProblem
 from nereus.planner.search.bounds import step_of
 from nereus.planner.space.line import Line, speed_ranks
+
+Setting = tuple[int, Recompute]
+"""(micro-batch, recomputation); the micro-batch of a generation is its sequences at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,6 +179,7 @@ class _Pricer:
         self.holders = holders
         self.sharing = tuple(dict.fromkeys(holders.values()))
         self.ranks = speed_ranks(problem.cluster)
+        self._tried: dict[ModelStage, dict[Setting, StageMemory]] = {}
 
     def accelerator(self, m: ModelStage) -> str:
         """The slowest type that a block of the model-stage reaches, in planning order."""
@@ -192,12 +196,12 @@ class _Pricer:
             dp_link=Link.INTRA_NODE if whole else inter,
         )
 
-    def memory(self, m: ModelStage, micro_batch: int, recompute: Recompute) -> StageMemory:
+    def memories(self, m: ModelStage, settings: Sequence[Setting]) -> tuple[StageMemory, ...]:
+        """Bytes under each of the settings."""
         problem, stage_plan = self.problem, self.plan[m]
-        return stage_memory(
-            m, problem.specs[m.role], stage_plan.layout, dp=stage_plan.dp, workload=problem.workload,
-            micro_batch=micro_batch, recompute=recompute, precision=problem.precision,
-            shares_weights=self.plan.shares_weights(m) is not None,
+        return setting_memories(
+            m, problem.specs[m.role], stage_plan.layout, tuple(settings), dp=stage_plan.dp, workload=problem.workload,
+            precision=problem.precision, shares_weights=self.plan.shares_weights(m) is not None,
         )  # fmt: skip
 
     def cost(self, m: ModelStage, micro_batch: int, recompute: Recompute) -> StageCost:
@@ -211,8 +215,8 @@ class _Pricer:
             accelerator=self.accelerator(m), span=self.span(m), active_workers_on_node=workers,
         )  # fmt: skip
 
-    def _settings(self, m: ModelStage) -> Iterator[tuple[int, Recompute]]:
-        """(micro-batch, recomputation) that the plan says; of what it leaves out everything there is."""
+    def _settings(self, m: ModelStage) -> Iterator[Setting]:
+        """Settings that the plan says; of what it leaves out everything there is."""
         unit = -(-samples_shared(self.problem, m) // self.plan[m].dp)
         space, said = self.problem.limits.space, self.plan[m]
         size = said.max_num_seqs if m.stage is Stage.GENERATION else said.micro_batch
@@ -221,42 +225,53 @@ class _Pricer:
             for micro_batch in space.micro_batches(m.stage, unit) if size is None else (size,):
                 yield micro_batch, recompute
 
-    def _at_once(self, m: ModelStage, micro_batch: int) -> int:
+    def tried(self, m: ModelStage) -> dict[Setting, StageMemory]:
+        """Every setting that the model-stage may take, with its bytes."""
+        if m not in self._tried:
+            settings = list(self._settings(m))
+            self._tried[m] = dict(zip(settings, self.memories(m, settings), strict=True))
+        return self._tried[m]
+
+    def _at_once(self, m: ModelStage, setting: Setting) -> Setting:
         """Of so many sequences those for which the plan's cache has room at their longest; else the micro-batch."""
-        room = self.plan[m].cache_bytes
+        room, (micro_batch, recompute) = self.plan[m].cache_bytes, setting
         if m.stage is not Stage.GENERATION or room is None:
-            return micro_batch
-        needed = self.memory(m, micro_batch, Recompute.NONE).active["kv_cache"]
-        return micro_batch if needed <= room else max(1, micro_batch * room // needed)
+            return setting
+        needed = self.tried(m)[setting].active["kv_cache"]
+        return setting if needed <= room else (max(1, micro_batch * room // needed), recompute)
 
     def idle_bytes(self, m: ModelStage) -> int:
         """Most bytes the model-stage may hold while others run, over its settings."""
-        return max(self.memory(m, *setting).idle_bytes for setting in self._settings(m))
+        return max(memory.idle_bytes for memory in self.tried(m).values())
 
     def stage(self, m: ModelStage, held: dict[ModelStage, int]) -> StagePrice:
         """The model-stage under its settings: the fastest that fit beside what others hold, or else alone."""
-        tried = list(self._settings(m))
-        best = tried[0] if len(tried) == 1 else self._best(m, held, tried)
-        runs = self._at_once(m, best[0]), best[1]
-        return StagePrice(*best, self.cost(m, *runs), self.memory(m, *runs), self.plan.shares_weights(m) is not None)
+        runs = {setting: self._at_once(m, setting) for setting in self.tried(m)}
+        memories = dict(zip(runs, self.memories(m, list(runs.values())), strict=True))
+        best = next(iter(runs)) if len(runs) == 1 else self._best(m, held, runs, memories)
+        return StagePrice(*best, self.cost(m, *runs[best]), memories[best], self.plan.shares_weights(m) is not None)
 
     def _best(
-        self, m: ModelStage, held: dict[ModelStage, int], settings: Sequence[tuple[int, Recompute]]
-    ) -> tuple[int, Recompute]:
+        self,
+        m: ModelStage,
+        held: dict[ModelStage, int],
+        runs: dict[Setting, Setting],
+        memories: dict[Setting, StageMemory],
+    ) -> Setting:
+        """runs, memories: what runs at once under each setting, and its bytes."""
         room = min(
             self.capacity[d] - sum(held[o] for o, members in self.members.items() if o != m and d in members)
             for d in self.members[m]
         )
         alone = min(self.capacity[d] for d in self.members[m])
 
-        def rank(setting: tuple[int, Recompute]) -> tuple[float, float]:
-            runs = self._at_once(m, setting[0]), setting[1]
-            needed = self.memory(m, *runs).active_bytes
+        def rank(setting: Setting) -> tuple[float, float]:
+            needed = memories[setting].active_bytes
             if needed > alone:
                 return 2.0, float(needed)
-            return 0.0 if needed <= room else 1.0, self.cost(m, *runs).seconds
+            return 0.0 if needed <= room else 1.0, self.cost(m, *runs[setting]).seconds
 
-        return min(settings, key=rank)
+        return min(runs, key=rank)
 
     def wave_seconds(self, stages: dict[ModelStage, StagePrice]) -> tuple[float, ...]:
         """Each wave: its most loaded device. `sharing` has the sets of model-stages that meet on some device."""

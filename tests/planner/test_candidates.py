@@ -14,8 +14,10 @@ from nereus.cluster import ACCELERATORS, Cluster, Device, Link, parse_cluster, u
 from nereus.known_models import load_spec
 from nereus.plan import ACTOR_TRAINING, REFERENCE_INFERENCE, Layout, Recompute, Stage
 from nereus.planner.api import problem_for
-from nereus.planner.prices.footprints import stage_memory
+from nereus.planner.evaluate import price
+from nereus.planner.prices.footprints import setting_memories, stage_memory
 from nereus.planner.prices.passes import Span
+from nereus.planner.search.optimum import Choice, search
 from nereus.planner.space.candidates import RECOMPUTES, Candidate, Candidates, best_settings, packed
 from nereus.planner.space.layouts import Space
 from nereus.planner.space.line import Line
@@ -64,6 +66,39 @@ def check_rows(problem, count, seed=0):
                 check_parts(stage_memory(m, spec, layout, shares_weights=True, **setting), shared)
                 assert abs(shared.active_bytes - candidate.shared_active_bytes) <= 8
                 assert shared.idle_bytes == candidate.shared_idle_bytes
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_memory_of_many_settings_at_once_is_that_of_each_alone(seed):
+    problem = random_problem(seed)
+    for m in problem.workflow.model_stages:
+        spec, recomputes = problem.specs[m.role], RECOMPUTES if m.stage is Stage.TRAINING else (Recompute.NONE,)
+        tried = tuple(
+            (size, recompute) for recompute in recomputes for size in (1, 2, 3, 8, problem.workload.num_samples)
+        )
+        for tp, pp in problem.limits.space.layouts(spec, problem.line):
+            for shares in (False, True):
+                where = dict(dp=2, workload=problem.workload, precision=problem.precision, shares_weights=shares)
+                at_once = setting_memories(m, spec, Layout(tp, pp), tried, **where)
+                assert at_once == tuple(
+                    stage_memory(m, spec, Layout(tp, pp), micro_batch=size, recompute=recompute, **where)
+                    for size, recompute in tried
+                )
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 5, 6, 9, 10, 11])
+def test_a_plan_without_settings_has_the_price_of_the_plan_that_says_those_chosen(seed):
+    problem = random_problem(seed)
+    choice = search(problem)
+    assert isinstance(choice, Choice)
+    found = price(problem, choice.plan.placed)
+    again = price(problem, found.plan)
+    assert again.plan == found.plan and again.device_bytes == found.device_bytes
+    assert again.step_seconds == found.step_seconds and again.sync_seconds == found.sync_seconds
+    for m, priced in found.stages.items():
+        assert again.stages[m].memory == priced.memory
+        assert again.stages[m].cost.per_task == priced.cost.per_task
+        check_bills(again.stages[m].cost, priced.cost)
 
 
 def check_bills(found, expected):

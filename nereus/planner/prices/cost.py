@@ -7,10 +7,11 @@ search's business.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
-from nereus.cluster import Cluster
+from nereus.cluster import Accelerator, Cluster
 from nereus.engine_facts import Op, Precision
 from nereus.model import ModelSpec
 from nereus.plan import Layout, ModelStage, Recompute
@@ -24,7 +25,7 @@ from nereus.planner.prices.weight_sync import sync_link, sync_seconds
 from nereus.planner.space.arrays import Floats, Ints
 from nereus.planner.space.settings import Amounts, Pairs
 from nereus.planner.workload import Workload
-from nereus.workflow import Task
+from nereus.workflow import Kind, Task
 
 BUBBLE = "bubble"
 """Name under which `StageCost.operations` lists the time a rank waits for its pipeline to fill and drain."""
@@ -106,19 +107,13 @@ class CostModel:
         micro_batch: samples of a micro-batch; for generation, sequences decoded at once by a unit (slots).
         active_workers_on_node: CPU workers that compute at the same time on one node; they share its cores.
         """
-        shape, layouts = Shape.of(spec), ((layout.tp, layout.pp),)
-        one = Pairs(np.array([dp], dtype=np.int64), np.array([max(1, micro_batch)], dtype=np.int64))
-        prices = TaskPrices(
-            shape, layouts, layout_table(spec, layouts), span, Amounts(workload, one, shape.window), precision,
-            self.cluster.accelerator(accelerator), self.devices_per_node,
+        own = tuple(task for task in tasks if task.model_stage == model_stage)
+        bills = _bills(
+            tuple(dict.fromkeys(task.kind for task in own)), spec, layout, dp, workload, max(1, micro_batch), recompute,
+            precision, self.cluster.accelerator(accelerator), span, self.devices_per_node,
         )  # fmt: skip
         lines = self.lines(accelerator, active_workers_on_node)
-        costs: dict[str, TaskCost] = {}
-        for task in tasks:
-            if task.model_stage == model_stage:
-                work, bubble = prices.bills(task.kind, recompute)
-                costs[task.name] = TaskCost(work, bubble, float(((work.counts + bubble.counts) * lines).sum()))
-        return StageCost(costs, lines)
+        return StageCost({task.name: _cost(*bills[task.kind], lines) for task in own}, lines)
 
     def sync_seconds(
         self,
@@ -148,6 +143,38 @@ class CostModel:
         if not cores or not active_workers:
             return lines
         return np.where(ON_DEVICE, lines * crowding(np.array(active_workers), cores), lines)
+
+
+def _cost(work: Bill, bubble: Bill, lines: Counts) -> TaskCost:
+    return TaskCost(work, bubble, float(((work.counts + bubble.counts) * lines).sum()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _bills(
+    kinds: tuple[Kind, ...],
+    spec: ModelSpec,
+    layout: Layout,
+    dp: int,
+    workload: Workload,
+    micro_batch: int,
+    recompute: Recompute,
+    precision: Precision,
+    accelerator: Accelerator,
+    span: Span,
+    devices_per_node: int,
+) -> dict[Kind, tuple[Bill, Bill]]:
+    """(operations of the slowest rank, operations it waits for) of each kind of task, as `TaskPrices.bills`.
+
+    No calibration is in them: they stay while lengths do, whatever is learned of the seconds of an operation.
+    Callers share the bills, and add them to their own.
+    """
+    shape, layouts = Shape.of(spec), ((layout.tp, layout.pp),)
+    one = Pairs(np.array([dp], dtype=np.int64), np.array([micro_batch], dtype=np.int64))
+    prices = TaskPrices(
+        shape, layouts, layout_table(spec, layouts), span, Amounts(workload, one, shape.window), precision,
+        accelerator, devices_per_node,
+    )  # fmt: skip
+    return {kind: prices.bills(kind, recompute) for kind in kinds}
 
 
 def _one_shape(layout: Layout, dp: int) -> Shapes:

@@ -36,6 +36,7 @@ from nereus.planner.prices.memory import (
     vocabulary_matrix_bytes,
 )
 from nereus.planner.space.arrays import Floats, Ints, Mask
+from nereus.planner.space.candidates import RECOMPUTES
 from nereus.planner.workload import Lengths, Workload
 from nereus.shards.boxes import layer_range
 from nereus.shards.kv_blocks import block_numel, blocks_for, cache_heads
@@ -43,7 +44,7 @@ from nereus.shards.kv_blocks import block_numel, blocks_for, cache_heads
 NUM_RANKS = 4
 
 Parts = dict[str, Ints]
-"""Bytes of each part of a memory, [rows] each."""
+"""Bytes of each part of a memory, [ranks, rows] each; [1, rows] where ranks do not differ."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,6 +145,50 @@ class Longest:
         return result
 
 
+@functools.lru_cache(maxsize=64)
+def longest_of(lengths: Lengths) -> Longest:
+    """Kept while lengths stay: all model-stages of a step share it."""
+    return Longest(lengths)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TokenBytes:
+    """What memory depends on per tensor-parallel size: bytes of a token, and of a vocabulary matrix; [sizes] each.
+
+    kept, backward: [recomputations, sizes], in the order of `RECOMPUTES`. logits: by the copies held at once.
+    """
+
+    kept: Floats
+    backward: Floats
+    forward: Floats
+    mlp: Floats
+    vocabulary_matrix: Floats
+    logits: dict[int, Floats]
+
+
+@functools.lru_cache(maxsize=256)
+def token_bytes(spec: ModelSpec, sizes: tuple[int, ...], value_bytes: int) -> TokenBytes:
+    """The bytes of some tensor-parallel sizes; depends on the model alone, so it is kept between decisions."""
+
+    def by_tp(value: Callable[[int], float]) -> Floats:
+        return np.array([value(tp) for tp in sizes], dtype=np.float64)
+
+    def by_recompute(value: Callable[[ModelSpec, int, Recompute, int], float]) -> Floats:
+        return np.array([[value(spec, tp, recompute, value_bytes) for tp in sizes] for recompute in RECOMPUTES], float)
+
+    def logits(copies: int) -> Floats:
+        return by_tp(lambda tp: logits_bytes(spec, tp, value_bytes, 1, copies=copies))
+
+    return TokenBytes(
+        kept=by_recompute(layer_bytes_per_token),
+        backward=by_recompute(backward_bytes_per_token),
+        forward=by_tp(lambda tp: forward_bytes_per_token(spec, tp, value_bytes)),
+        mlp=by_tp(lambda tp: mlp_bytes_per_token(spec, tp, value_bytes)),
+        vocabulary_matrix=by_tp(lambda tp: vocabulary_matrix_bytes(spec, tp, value_bytes)),
+        logits={copies: logits(copies) for copies in (1, LOGITS_COPIES, SAMPLING_COPIES)},
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Footprints:
     """Bytes on the fullest rank, [rows]."""
@@ -188,7 +233,9 @@ def footprints(
     precision: Precision,
 ) -> Footprints:
     """Memory of each row: layout number `at[row]` of the table with its dp and micro-batch."""
-    stage = _StageFootprint(model_stage, spec, table, at, dp, micro_batch, workload, recompute, precision)
+    stage = _StageFootprint(
+        model_stage, spec, table, at, dp, micro_batch, workload, RECOMPUTES.index(recompute), precision
+    )  # fmt: skip
     active, idle = stage.fullest(shared=False)
     if stage.trains:
         return Footprints(active, idle, active, idle)
@@ -214,20 +261,43 @@ def stage_memory(
     shares_weights: the role's training model-stage holds the parameters and counts them.
     pp_rank: the fullest tensor-parallel rank of this pipeline stage instead.
     """
-    row, table = np.zeros(1, dtype=np.int64), layout_table(spec, ((layout.tp, layout.pp),), pp_rank)
-    stage = _StageFootprint(
-        model_stage, spec, table, row, row + dp, row + micro_batch, workload, recompute, precision
+    (memory,) = setting_memories(
+        model_stage, spec, layout, ((micro_batch, recompute),), dp=dp, workload=workload, precision=precision,
+        shares_weights=shares_weights, pp_rank=pp_rank,
     )  # fmt: skip
-    fullest = max(range(NUM_RANKS), key=lambda place: int(stage.held(place, shared=shares_weights)[0][0]))
-    idle, working = stage.parts(fullest, shared=shares_weights)
-    active = {part: int(size[0]) for part, size in (idle | working).items()}
-    return StageMemory(
-        {part: size for part, size in active.items() if size}, {part: active[part] for part in idle if active[part]}
-    )
+    return memory
+
+
+@functools.lru_cache(maxsize=1024)
+def setting_memories(
+    model_stage: ModelStage,
+    spec: ModelSpec,
+    layout: Layout,
+    settings: tuple[tuple[int, Recompute], ...],
+    *,
+    dp: int,
+    workload: Workload,
+    precision: Precision,
+    shares_weights: bool,
+    pp_rank: int | None = None,
+) -> tuple[StageMemory, ...]:
+    """`stage_memory` of every (micro-batch, recomputation) of one layout and dp, as the rows of one table.
+
+    It is kept: plans that are compared at the same lengths share most of their model-stages.
+    """
+    table = layout_table(spec, ((layout.tp, layout.pp),), pp_rank)
+    at = np.zeros(len(settings), dtype=np.int64)
+    micro_batch = np.array([size for size, _ in settings], dtype=np.int64)
+    recompute = np.array([RECOMPUTES.index(recompute) for _, recompute in settings], dtype=np.int64)
+    stage = _StageFootprint(model_stage, spec, table, at, at + dp, micro_batch, workload, recompute, precision)
+    return stage.memories(shared=shares_weights)
 
 
 class _StageFootprint:
-    """The rows of one model-stage and the bytes of its parts on a pipeline rank."""
+    """The rows of one model-stage and the bytes of its parts on every pipeline rank of the table.
+
+    recompute: number of each row's among `RECOMPUTES`, or of all rows'.
+    """
 
     def __init__(
         self,
@@ -238,113 +308,113 @@ class _StageFootprint:
         dp: Ints,
         micro_batch: Ints,
         workload: Workload,
-        recompute: Recompute,
+        recompute: Ints | int,
         precision: Precision,
     ) -> None:
-        self.stage, self.spec, self.table, self.at = model_stage.stage, spec, table, at
-        self.precision, self._size = precision, table.size[at]
+        self.stage, self.spec, self.precision, self.workload = model_stage.stage, spec, precision, workload
         self.trains = self.stage is Stage.TRAINING
+        self.pp, self.kv_heads, self.size, self.recompute = table.pp[at], table.kv_heads[at], table.size[at], recompute
+        self.rank, self.layers, self.numel = (column.T[:, at] for column in (table.rank, table.layers, table.numel))
         total = workload.mini_batch_samples if self.trains else workload.num_samples
         self.samples = np.maximum(1, -(-total // dp))
         self.micro_batch = np.maximum(1, np.minimum(micro_batch, self.samples))
         self.prompt = workload.max_prompt_tokens or workload.prompt_tokens
-        self.longest = Longest(workload.response)
-        self.loss_tokens = self.longest(self.micro_batch, self.samples)
-        self.tokens = self.micro_batch * self.prompt + self.loss_tokens
-        value_bytes = precision.param_bytes
-        self.longest_tokens, self.cap_tokens = workload.longest_tokens, workload.cap_tokens
-        self.again_tokens = workload.again_tokens
-        self.kept = self._by_tp(lambda tp: layer_bytes_per_token(spec, tp, recompute, value_bytes))
-        self.forward = self._by_tp(lambda tp: forward_bytes_per_token(spec, tp, value_bytes))
-        self.backward = self._by_tp(lambda tp: backward_bytes_per_token(spec, tp, recompute, value_bytes))
-        self.mlp = self._by_tp(lambda tp: mlp_bytes_per_token(spec, tp, value_bytes))
-        self.vocabulary_matrix = self._by_tp(lambda tp: vocabulary_matrix_bytes(spec, tp, value_bytes))
-        self.state_bytes = spec.hidden * value_bytes
-
-    def _by_tp(self, value: Callable[[int], float]) -> Floats:
-        """[rows]: a number that depends on tp alone."""
-        result: Floats = np.array([value(tp) for tp in self.table.sizes], dtype=np.float64)[self._size]
-        return result
+        self.longest = longest_of(workload.response)
+        self.bytes = token_bytes(spec, table.sizes, precision.param_bytes)
+        self.vocabulary_matrix = self.bytes.vocabulary_matrix[self.size]
+        self.state_bytes = spec.hidden * precision.param_bytes
 
     def fullest(self, *, shared: bool) -> tuple[Ints, Ints]:
-        """(active, idle) bytes of the rank with most active bytes; of equal ranks the first."""
-        best_active, best_idle = self.held(0, shared=shared)
-        for place in range(1, NUM_RANKS):
-            active, idle = self.held(place, shared=shared)
-            fuller = active > best_active
-            best_active = np.where(fuller, active, best_active)
-            best_idle = np.where(fuller, idle, best_idle)
-        return best_active, best_idle
+        """(active, idle) bytes, [rows], of the rank with most active bytes; of equal ranks the first."""
+        active, idle = self.held(shared=shared)
+        place = active.argmax(axis=0)[None]
+        return np.take_along_axis(active, place, axis=0)[0], np.take_along_axis(idle, place, axis=0)[0]
 
-    def held(self, place: int, *, shared: bool) -> tuple[Ints, Ints]:
-        """(active, idle) bytes of the rank at a place of the table: the sums of its `parts`."""
-        idle = self._state(self.table.numel[self.at, place], shared=shared)
-        active = idle + self._working_bytes[place]
-        return active + self._sync_buffers(place) if self.trains or not shared else active, idle
+    def memories(self, *, shared: bool) -> tuple[StageMemory, ...]:
+        """Every row with its parts, on the rank that `fullest` finds."""
+        places = self.held(shared=shared)[0].argmax(axis=0).tolist()
+        return tuple(self._memory(place, row, shared=shared) for row, place in enumerate(places))
 
-    def parts(self, place: int, *, shared: bool) -> tuple[Parts, Parts]:
-        """(parts that stay while others run, parts beside them while it runs) of the rank at a place of the table."""
-        numel, precision = self.table.numel[self.at, place], self.precision
+    def _memory(self, place: int, row: int, *, shared: bool) -> StageMemory:
+        idle, working = self.parts(place, row, shared=shared)
+        active = {part: size for part, size in (idle | working).items() if size}
+        return StageMemory(active, {part: active[part] for part in idle if part in active})
+
+    def held(self, *, shared: bool) -> tuple[Ints, Ints]:
+        """(active, idle) bytes of each rank, [ranks, rows]: the sums of its `parts`."""
+        idle = self._state(shared=shared)
+        active = idle + self._working_bytes
+        return active + self._sync_buffers if self.trains or not shared else active, idle
+
+    def parts(self, place: int, row: int, *, shared: bool) -> tuple[dict[str, int], dict[str, int]]:
+        """(parts that stay while others run, parts beside them while it runs) of a rank of the table and a row."""
+        numel, precision = int(self.numel[place, row]), self.precision
         idle = {"weights": numel * (0 if shared and not self.trains else precision.param_bytes)}
         if self.trains:
             wide = numel * precision.wide_bytes
             idle |= {"gradients": wide, "masters": wide * precision.has_masters, "moments": 2 * wide}
-        working = self._working(place)
+        # a part that is the same on every rank is a single line of its table
+        working = {part: int(size[place % len(size), row]) for part, size in self._working.items()}
         if self.trains or not shared:
-            working["sync_buffers"] = self._sync_buffers(place)
+            working["sync_buffers"] = int(self._sync_buffers[place, row])
         return idle, working
 
-    def _state(self, numel: Ints, *, shared: bool) -> Ints:
+    def _state(self, *, shared: bool) -> Ints:
         """Bytes of all parts that stay: the sum of those of `parts`."""
         if not self.trains:
-            return numel * (0 if shared else self.precision.param_bytes)
-        return numel * trained_bytes(self.precision)
+            return self.numel * (0 if shared else self.precision.param_bytes)
+        return self.numel * trained_bytes(self.precision)
 
-    def _sync_buffers(self, place: int) -> Ints:
-        numel = self.table.numel[self.at, place]
+    @functools.cached_property
+    def _sync_buffers(self) -> Ints:
         # a buffer goes out and another comes in; of both together so many buckets are staged
-        buffers: Ints = np.minimum(BUCKETS_STAGED * BUCKET_BYTES, 2 * numel * self.precision.param_bytes)
+        buffers: Ints = np.minimum(BUCKETS_STAGED * BUCKET_BYTES, 2 * self.numel * self.precision.param_bytes)
         return buffers
 
     @functools.cached_property
-    def _working_bytes(self) -> list[Ints]:
-        return [functools.reduce(np.add, self._working(place).values()) for place in range(NUM_RANKS)]
+    def _working_bytes(self) -> Ints:
+        return functools.reduce(np.add, self._working.values())
 
-    def _working(self, place: int) -> Parts:
+    @functools.cached_property
+    def _working(self) -> Parts:
         """What is held beyond the state while the model-stage runs."""
-        layers, rank = self.table.layers[self.at, place], self.table.rank[self.at, place]
-        last = rank == self.table.pp[self.at] - 1
-        if self.trains:
-            return self._training(layers, rank, last)
+        last = self.rank == self.pp - 1
         if self.stage is Stage.GENERATION:
-            return self._generation(self.table.numel[self.at, place], rank, last)
+            return self._generation(last)
+        loss_tokens = self.longest(self.micro_batch, self.samples)
+        tokens = self.micro_batch * self.prompt + loss_tokens
+        if self.trains:
+            return self._training(last, tokens, loss_tokens)
         # nothing is kept for a backward pass, but what is on its way to be sent
-        transient = (self.forward + np.where(last, 0, MAX_SENDS * self.state_bytes)) * self.tokens
-        logits = self._logits(self.loss_tokens, self.state_bytes * self.tokens)
+        forward = self.bytes.forward[self.size]
+        transient = (forward + np.where(last, 0, MAX_SENDS * self.state_bytes)) * tokens
+        logits = self._logits(loss_tokens, self.state_bytes * tokens)
         return _one_moment(np.where(last, logits, 0), transient)
 
-    def _training(self, layers: Ints, rank: Ints, last: Mask) -> Parts:
+    def _training(self, last: Mask, tokens: Floats, loss_tokens: Floats) -> Parts:
         """What micro-batches in flight under 1F1B keep, and the largest of the moments beside it.
 
         A stage keeps of each micro-batch its layers' activations and what it sent on. The first stage's embedding has
         a whole gradient when the layers of a micro-batch have given theirs back.
         """
         micro_batches = -(-self.samples // self.micro_batch)
-        in_flight = np.minimum(self.table.pp[self.at] - rank, micro_batches)
+        in_flight = np.minimum(self.pp - self.rank, micro_batches)
         count = np.minimum(in_flight * self.micro_batch, self.samples)
-        kept, state = self.kept * layers, self.state_bytes
-        transient = self.backward * self.tokens + self.mlp * np.maximum(self.tokens, self.spec.hidden)
-        embedding = self.vocabulary_matrix + (state - kept) * self.tokens
-        sends = np.minimum(MAX_SENDS, micro_batches - 1) * state * self.tokens
-        transient = np.where(rank == 0, np.maximum(transient, embedding), transient + sends)
-        gradient = self._logits(self.loss_tokens, copies=1) + self.vocabulary_matrix.astype(np.int64)
-        logits = np.maximum(self._logits(self.loss_tokens, state * self.tokens), gradient)
-        has_logits = last & (self.spec.head is Head.LM)
+        kept, state = self.bytes.kept[self.recompute, self.size] * self.layers, self.state_bytes
+        backward, mlp = self.bytes.backward[self.recompute, self.size], self.bytes.mlp[self.size]
+        transient = backward * tokens + mlp * np.maximum(tokens, self.spec.hidden)
+        embedding = self.vocabulary_matrix + (state - kept) * tokens
+        sends = np.minimum(MAX_SENDS, micro_batches - 1) * state * tokens
+        transient = np.where(self.rank == 0, np.maximum(transient, embedding), transient + sends)
         activations = (kept + np.where(last, 0, state)) * (count * self.prompt + self.longest(count, self.samples))
         parts: Parts = {"activations": activations.astype(np.int64)}
-        return parts | _one_moment(np.where(has_logits, logits, 0), transient)
+        if self.spec.head is not Head.LM:
+            return parts | _one_moment(np.zeros_like(self.rank), transient)
+        gradient = self._logits(loss_tokens, copies=1) + self.vocabulary_matrix.astype(np.int64)
+        logits = np.maximum(self._logits(loss_tokens, state * tokens), gradient)
+        return parts | _one_moment(np.where(last, logits, 0), transient)
 
-    def _generation(self, numel: Ints, rank: Ints, last: Mask) -> Parts:
+    def _generation(self, last: Mask) -> Parts:
         """The cache, whose slots all hold the longest sequence; what decoding copies of the weights (all but an
         embedding that is no head too); and the transients of the prefill or one step's logits.
 
@@ -352,23 +422,23 @@ class _StageFootprint:
         the fullest: that many bytes a plan gives each. The slots of a pipeline's stages take turns, a lane a stage. A
         sequence that outgrows those counted may have to be prefilled again.
         """
-        value_bytes = self.precision.param_bytes
-        most_layers = -(-self.spec.num_layers // self.table.pp[self.at])
-        block = block_numel(most_layers, self.table.kv_heads[self.at], self.spec.head_dim) * value_bytes
-        cache = blocks_for(self.micro_batch, longest=self.longest_tokens, cap=self.cap_tokens) * block
-        size = numel * value_bytes
-        embeds = (rank == 0) & ~(last & self.spec.tied)
+        value_bytes, work = self.precision.param_bytes, self.workload
+        most_layers = -(-self.spec.num_layers // self.pp)
+        block = block_numel(most_layers, self.kv_heads, self.spec.head_dim) * value_bytes
+        cache = blocks_for(self.micro_batch, longest=work.longest_tokens, cap=work.cap_tokens) * block
+        size = self.numel * value_bytes
+        embeds = (self.rank == 0) & ~(last & self.spec.tied)
         packed = size - np.where(embeds, self.vocabulary_matrix, 0).astype(np.int64)
         packed = np.where(self.precision.has_masters | (size > MAX_PACKED_BYTES), 0, packed)
-        lane = -(-self.micro_batch // self.table.pp[self.at])
+        lane = -(-self.micro_batch // self.pp)
         logits = np.where(last, self._logits(lane, copies=SAMPLING_COPIES), 0)
-        parts: Parts = {"kv_cache": cache, "packed_weights": packed}
-        return parts | _one_moment(logits, self.forward * np.maximum(self.prompt * lane, self.again_tokens))
+        prefill = self.bytes.forward[self.size] * np.maximum(self.prompt * lane, work.again_tokens)
+        parts: Parts = {"kv_cache": cache[None], "packed_weights": packed}
+        return parts | _one_moment(logits, prefill)
 
     def _logits(self, tokens: Floats | Ints, output: Floats | int = 0, *, copies: int = LOGITS_COPIES) -> Ints:
         """`memory.logits_bytes` of a number of tokens per row; the stage's output counts where there are logits."""
-        value_bytes = self.precision.param_bytes
-        per_token = self._by_tp(lambda tp: logits_bytes(self.spec, tp, value_bytes, 1, copies=copies))
+        per_token = self.bytes.logits[copies][self.size]
         result: Ints = np.where(per_token > 0, tokens * per_token + output, 0).astype(np.int64)
         return result
 
