@@ -33,8 +33,8 @@ from nereus.cluster import ACCELERATORS, Accelerator, Cluster, cluster_of, simil
 from nereus.comm.groups import StoreServer, serve_store
 from nereus.errors import ClusterError, NereusError, WorkerError
 from nereus.plan import format_devices
-from nereus.runtime.seam import Pool, WorkerSettings
-from nereus.runtime.worker import Worker
+from nereus.runtime.seam import Pool
+from nereus.runtime.worker import Worker, WorkerSettings
 from nereus.supply.slots import Node, Slot, SlotMap
 from nereus.supply.supply import Supply, SupplyView
 

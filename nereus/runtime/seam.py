@@ -109,21 +109,6 @@ class Runtime(abc.ABC):
         """End everything this runtime started; may be called twice."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """What a worker is told when it starts. `store`: host and port of the store its groups meet at.
-
-    owns_process: no other worker shares its process, so what the process holds is the worker's.
-    """
-
-    store: tuple[str, int]
-    timeout: timedelta
-    device: str = "cpu"
-    num_threads: int = 1
-    memory_bytes: int | None = None
-    owns_process: bool = True
-
-
 class Pool(abc.ABC):
     """Workers, one a device, and calls to them.
 

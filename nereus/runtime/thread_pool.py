@@ -15,8 +15,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 from nereus.cluster import ACCELERATORS, Cluster, uniform_cluster
 from nereus.comm.groups import StoreServer, serve_store
 from nereus.errors import ClusterError, NereusError, WorkerError
-from nereus.runtime.seam import Pool, WorkerSettings
-from nereus.runtime.worker import Worker
+from nereus.runtime.seam import Pool
+from nereus.runtime.worker import Worker, WorkerSettings
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -10,6 +10,7 @@ The worker knows nothing of steps or of the algorithm and starts no thread: the 
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -36,7 +37,6 @@ from nereus.moving.commands import BufferKey, DeviceDigests, DeviceOrder, Export
 from nereus.moving.resident import Residents
 from nereus.plan import ModelStage, Plan, Recompute, Role, Stage, StagePlan
 from nereus.runtime.ranks import join_groups, rank_group_specs
-from nereus.runtime.seam import WorkerSettings
 from nereus.shards.state import Counters, RankState, state_dtypes
 
 
@@ -90,6 +90,21 @@ class Seat:
             self.model = StageModel(self.state, tp=self.groups.tp)
             self.model.meter = self.meter
         return self.model
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker is told when it starts. `store`: host and port of the store its groups meet at.
+
+    owns_process: no other worker shares its process, so what the process holds is the worker's.
+    """
+
+    store: tuple[str, int]
+    timeout: timedelta
+    device: str = "cpu"
+    num_threads: int = 1
+    memory_bytes: int | None = None
+    owns_process: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
