@@ -16,7 +16,7 @@ from nereus.engine_facts import DTYPE_ALIASES, PRECISIONS
 from nereus.errors import ConfigError, DataError, PlanError
 from nereus.known_models import load_spec
 from nereus.model import Head, ModelSpec
-from nereus.plan import Layout, ModelStage, Plan, Role, StagePlan, parse_stage_plan
+from nereus.plan import Layout, ModelStage, Plan, Role, StagePlan, check_settings, parse_stage_plan
 from nereus.planner.evaluate import PlanPrice, price, tokens_per_second
 from nereus.planner.placement import Placement
 from nereus.planner.prices.calibration import Calibration
@@ -356,6 +356,7 @@ def parse_plan(problem: PlanningProblem, text: str | Mapping[str, str], found: C
         taken = {d for m, p in named.items() if m.stage is model_stage.stage for d in p.devices}
         free = [d for d in ids if d not in taken]
         named[model_stage] = parse_stage_plan(value, default_devices=free or ids)
+        check_settings(model_stage, named[model_stage])
     return Plan.of({**base, **named})
 
 

@@ -293,6 +293,8 @@ def test_models_that_outnumber_the_devices_they_may_not_share_are_refused_for_de
         ("", "write actor-training="),
         ("actor-training=d2 actor-training=d1", "actor-training is named twice"),
         ("actor-training=d2@0-9999999999", "0-9999999999 names"),
+        ("actor-generation=d1t1/mb=3", "mb"),
+        ("actor-training=d1t1/seqs=3", "seqs"),
     ],
 )
 def test_a_plan_to_compare_that_cannot_be_meant_is_refused(text, named):
