@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from nereus.engine_facts import DTYPE_ALIASES
 from nereus.errors import ConfigError
@@ -43,6 +43,9 @@ def _number(value: object) -> object:
         raise ValueError("it must be a number")
     return value
 
+
+HomePath = Annotated[Path, AfterValidator(Path.expanduser)]
+"""A path; `~` is the home folder."""
 
 Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
 Whole = Annotated[int, BeforeValidator(_number), Field(ge=0)]
@@ -105,7 +108,7 @@ class ShapeConfig(Section):
 class ModelConfig(Section):
     """`path`: the HF folder the actor starts from; or `shape`: a new model that the warm start trains."""
 
-    path: Path | None = None
+    path: HomePath | None = None
     shape: ShapeConfig | None = None
 
 
@@ -117,7 +120,7 @@ class DataSource(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True, extra="allow")
 
-    files: Annotated[tuple[Path, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str | Path) else v)] = ()
+    files: Annotated[tuple[HomePath, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str | Path) else v)] = ()
     reasoning_gym: str | None = None
     seed: Whole = 0
     size: Count = 1000
@@ -264,7 +267,7 @@ class CriticConfig(OptimizerConfig):
     """`path`: the folder its body starts from (by default the actor's, with a fresh scalar head)."""
 
     lr: Positive = 1e-5
-    path: Path | None = None
+    path: HomePath | None = None
     cliprange_value: Positive = 0.5
 
 
@@ -273,7 +276,7 @@ class RewardConfig(Section):
     (`model`: a folder, or one trained by the warm start) the model's score trains and the function only validates."""
 
     function: str | None = None
-    model: Path | None = None
+    model: HomePath | None = None
     timeout_s: Positive = 5.0
     num_processes: Count = 2
 
@@ -293,7 +296,7 @@ class WarmStartConfig(Section):
     late_worked_share: Share = 0.15
     reward_steps: Whole = 0
     reward_lr: Positive = 1e-3
-    cache: Path = Path(".cache/nereus")
+    cache: HomePath = Path(".cache/nereus")
 
 
 class TrainerConfig(Section):
@@ -345,7 +348,7 @@ class SupplyConfig(Section):
     Without a trace: the nodes of a joined cluster as they come and go, or `cluster.workers` devices all the time.
     """
 
-    trace: Path | None = None
+    trace: HomePath | None = None
     notices: str | None = None
     seed: Whole = 0
 
@@ -360,5 +363,5 @@ class TriggerConfig(Section):
 class RunFolderConfig(Section):
     """Where the run writes. `overwrite`: an earlier run in `dir` is replaced; otherwise a new one there is refused."""
 
-    dir: Path = Path("runs/nereus")
+    dir: HomePath = Path("runs/nereus")
     overwrite: bool = False

@@ -251,3 +251,20 @@ def test_a_dtype_is_read_under_either_word_for_it(written: str, read: str) -> No
     problem = problem_for("llama-3.2-1b", "1x1xh200", dtype=written)
     assert problem.precision == PRECISIONS[read]
     assert TORCH_DTYPES[read].itemsize == PRECISIONS[read].param_bytes
+
+
+def test_a_path_may_begin_at_the_home_folder() -> None:
+    config = load_config(
+        RECIPES / "quickstart.yaml",
+        [
+            "run.dir=~/runs/x",
+            "model.path=~/m",
+            "model.shape=null",
+            "warm_start.cache=~/c",
+            "warm_start.steps=0",
+            "data.train=~/t.jsonl",
+        ],  # fmt: skip
+    )
+    home = Path.home()
+    assert (config.run.dir, config.model.path) == (home / "runs/x", home / "m")
+    assert config.warm_start.cache == home / "c" and config.data.train.files == (home / "t.jsonl",)
