@@ -10,6 +10,7 @@ from pathlib import Path
 import jinja2
 import tokenizers
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from nereus.errors import DataError
@@ -104,8 +105,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise DataError(f"{path}: holds no tokenizer.json, tokenizer.model or vocab.json")
     try:
         hf = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: the tokenizer cannot be read: {type(error).__name__}: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        said = " ".join(str(error).split())
+        raise DataError(f"{path}: the tokenizer cannot be read: {type(error).__name__}: {said}") from None
     return Tokenizer(hf, source=str(path))
 
 

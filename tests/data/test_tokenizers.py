@@ -102,3 +102,12 @@ def test_a_chat_that_the_template_refuses_is_refused_with_its_reason(tmp_path: P
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system messages') }}")
     with pytest.raises(DataError, match="the chat template refuses .*: no system messages"):
         load_tokenizer(tmp_path).encode_chat([{"role": "system", "content": "hi"}])
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "tie_word_embeddings"])
+def test_a_config_that_the_loader_refuses_is_refused_in_one_line(trained: Tokenizer, key: str, tmp_path: Path) -> None:
+    trained.save(tmp_path)
+    (tmp_path / "config.json").write_text(f'{{"model_type": "llama", "{key}": null}}')
+    with pytest.raises(DataError, match=key) as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
