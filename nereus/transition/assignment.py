@@ -132,10 +132,6 @@ class _Worth:
         matrix: IntArray = self.kept[self.held[devices][None, :], self.wanted[places][:, None]]
         return matrix
 
-    def of_all(self) -> int:
-        """Bytes kept as the target plan stands."""
-        return int(self.kept[self.held, self.wanted].sum())
-
 
 def assign(
     current: Plan, target: Plan, *, states: Mapping[ModelStage, StageState], table: DeviceTable, cluster: Cluster

@@ -41,11 +41,6 @@ class Transition:
         return self.start_s + self.move_s
 
     @property
-    def operation_s(self) -> tuple[float, ...]:
-        """Predicted seconds of every operation on idle links."""
-        return self.dag.seconds
-
-    @property
     def bytes_moved(self) -> int:
         """Bytes that are to arrive at a device from another."""
         return self.dag.moved_bytes

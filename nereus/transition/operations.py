@@ -186,13 +186,6 @@ class Infeasible:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Feasible:
-    """A transition that fits. `peak_bytes`: highest simulated use per device, co-resident state included."""
-
-    peak_bytes: dict[int, int]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class TransitionReport:
     """What one transition did. Bytes are of state that crossed from one device to another."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from feasibility import check_feasible
+from feasibility import Feasible, check_feasible
 from movers import ThreadMovers, assert_holds
 
 from nereus.baselines.independent import IndependentMigration, Outcome, Room, local_chain
@@ -18,7 +18,7 @@ from nereus.moving.executor import Execution
 from nereus.plan import ACTOR_TRAINING, CRITIC_TRAINING, Layout, ModelStage, Plan, StagePlan
 from nereus.shards.state import StateKind
 from nereus.transition.dag import build_dag
-from nereus.transition.operations import Feasible, Infeasible, Mode, Primitive, TransitionDag
+from nereus.transition.operations import Infeasible, Mode, Primitive, TransitionDag
 from nereus.transition.price import DeviceTable, Rates, StageState
 
 SPEC = ModelSpec("llama", 4, 64, 8, 4, 8, 176, 500)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from feasibility import check_feasible
+from feasibility import Feasible, check_feasible
 from movers import ThreadMovers, ThreadWorker, assert_holds, tiny_spec
 
 from nereus.cluster import ACCELERATORS, Cluster, Device
@@ -16,7 +16,7 @@ from nereus.moving.executor import Execution, OperationEnd
 from nereus.plan import ACTOR_TRAINING, CRITIC_TRAINING, Layout, Plan, StagePlan
 from nereus.shards.state import StateKind
 from nereus.transition.dag import build_dag
-from nereus.transition.operations import Feasible, Infeasible, Mode, Primitive, TransitionDag
+from nereus.transition.operations import Infeasible, Mode, Primitive, TransitionDag
 from nereus.transition.price import DeviceTable, Rates, StageState
 
 FP32 = tuple((kind, torch.float32) for kind in (StateKind.PARAM, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ))

@@ -10,17 +10,25 @@ the global order, and every claim is checked at every operation:
 """
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 
 from nereus.model import ModelSpec
 from nereus.plan import Layout, ModelStage, Plan
 from nereus.shards.boxes import flat_numel
-from nereus.transition.operations import Feasible, Infeasible, Operation, Primitive, TransitionDag
+from nereus.transition.operations import Infeasible, Operation, Primitive, TransitionDag
 from nereus.transition.price import DeviceTable, StageState, readable_bytes
 
 Buffer = tuple[ModelStage, Layout, int]
 """(model-stage, layout, rank): what one device holds of one model-stage."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Feasible:
+    """A transition that fits. `peak_bytes`: highest simulated use per device, co-resident state included."""
+
+    peak_bytes: dict[int, int]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from feasibility import check_feasible
+from feasibility import Feasible, check_feasible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_pairs import CPU, RATES, STATES, Pair, pairs
@@ -12,7 +12,7 @@ from nereus.cluster import uniform_cluster
 from nereus.plan import ACTOR_TRAINING, CRITIC_TRAINING, Plan
 from nereus.transition.dag import build_dag
 from nereus.transition.diff import diff
-from nereus.transition.operations import EdgeKind, Feasible, Infeasible, Mode, Primitive, TransitionDag
+from nereus.transition.operations import EdgeKind, Infeasible, Mode, Primitive, TransitionDag
 from nereus.transition.price import Rates, lacking_elements
 from nereus.transition.schedule import TimedOperation, best_order, heaviest_clique, makespan, transition_seconds, waits
 

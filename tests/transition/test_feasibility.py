@@ -2,7 +2,7 @@
 
 import random
 
-from feasibility import check_feasible
+from feasibility import Feasible, check_feasible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_pairs import CPU, RATES, STATES, Pair, pairs, random_execution
@@ -10,7 +10,7 @@ from plan_pairs import CPU, RATES, STATES, Pair, pairs, random_execution
 from nereus.cluster import uniform_cluster
 from nereus.plan import Plan
 from nereus.transition.dag import build_dag
-from nereus.transition.operations import Feasible, Infeasible, Mode, TransitionDag
+from nereus.transition.operations import Infeasible, Mode, TransitionDag
 
 
 def plan(**stages: str) -> Plan:

@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from feasibility import check_feasible
+from feasibility import Feasible, check_feasible
 from movers import ThreadMovers, tiny_spec, write
 from plan_pairs import CPU, RATES
 
@@ -22,7 +22,7 @@ from nereus.shards.state import RankState, StateKind, zeros_on
 from nereus.transition.assignment import assign
 from nereus.transition.dag import build_dag
 from nereus.transition.diff import Held, holding_stages
-from nereus.transition.operations import Feasible, Infeasible, Mode, TransitionDag
+from nereus.transition.operations import Infeasible, Mode, TransitionDag
 from nereus.transition.price import DeviceTable, StageState
 from nereus.transition.shadow import bytes_in_use
 
